@@ -87,10 +87,10 @@ class Script:
     """A syntax tree with the names that it assigns once."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
-        nodes = list(ast.walk(tree))
+        self.nodes = nodes = list(ast.walk(tree))
         found = [node for node in nodes if isinstance(node, ast.Call)]
         self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        self.has_lora = any(called(call) == "LoraConfig" for call in found)
         bound = Counter(name for node in nodes if (name := binds(node)))
         self.values: dict[str, ast.expr] = {}
         for node in nodes:
@@ -103,12 +103,7 @@ class Script:
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""
-        others = [
-            call
-            for call in self.calls
-            if called(call) in PARTS or (called(call) == "from_pretrained" and MODEL.match(owner(call)))
-        ]
-        return [arguments, *others]
+        return [arguments, *(call for call in self.calls if called(call) in PARTS or loads_model(call))]
 
     def entries(self, call: ast.Call) -> Iterator[Entry]:
         """The arguments of `call`; those of other calls than the main one with its name in front."""
@@ -123,11 +118,11 @@ class Script:
             yield from self.keyword(above, keyword.arg, keyword.value, keyword.lineno)
 
     def keyword(self, above: tuple[str, ...], name: str | None, value: ast.expr, line: int) -> Iterator[Entry]:
+        """The entries of a keyword, or of what stands behind `**` if `name` is None."""
+        table = self.behind(value)
         if name is not None:
             yield from self.entry((*above, name), value, line)
-            return
-        table = self.behind(value)
-        if isinstance(table, ast.Dict):
+        elif isinstance(table, ast.Dict):
             for key, part in zip(table.keys, table.values, strict=True):
                 named = str(key.value) if isinstance(key, ast.Constant) else None
                 yield from self.keyword(above, named, part, (key or part).lineno)
@@ -190,21 +185,24 @@ class Script:
 
     def assigned(self) -> Iterator[Entry]:
         """`model.config.use_cache = …`; and that an adapter may be there, if peft is named."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
                     yield from self.entry(("use_cache",), value, target.lineno)
-        imported = [
-            node for node in ast.walk(self.tree) if isinstance(node, ast.Import | ast.ImportFrom) and "peft" in ast.unparse(node)
-        ]
-        peft = [call for call in self.calls if "peft" in called(call).lower()] or imported
-        if peft and not any(called(call) == "LoraConfig" for call in self.calls):
-            yield Entry(("use_peft",), "peft", peft[0].lineno, interpolated=True)
+                case ast.Import() | ast.ImportFrom() | ast.Call() if "peft" in names_of(node).lower() and not self.has_lora:
+                    yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
 
 
-def owner(call: ast.Call) -> str:
-    """What stands before the last dot of the function that `call` calls."""
-    return ast.unparse(call.func.value).split(".")[-1] if isinstance(call.func, ast.Attribute) else ""
+def names_of(node: ast.Import | ast.ImportFrom | ast.Call) -> str:
+    return called(node) if isinstance(node, ast.Call) else ast.unparse(node)
+
+
+def loads_model(call: ast.Call) -> bool:
+    """Whether it is the `from_pretrained` of a model."""
+    match call.func:
+        case ast.Attribute(attr="from_pretrained", value=owner):
+            return MODEL.match(ast.unparse(owner).split(".")[-1]) is not None
+    return False
 
 
 def binds(node: ast.AST) -> str:

@@ -53,8 +53,9 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
     dialect = max(DIALECTS, key=lambda each: len(source.top & each.telling))
     if found := source.top & dialect.telling:
         return dialect.read(source, listing(sorted(found), 4))
-    if found := source.leaves & (ARGUMENTS | FORMER_NAMES.keys()) or source.leaves & SYNONYMS.keys():
-        return trainer_view(source, listing(sorted(found), 4))
+    leaves = {entry.path[-1] for entry in source.entries}
+    if words := leaves & (ARGUMENTS | FORMER_NAMES.keys()) or leaves & SYNONYMS.keys():
+        return trainer_view(source, listing(sorted(words), 4))
     raise InputError(
         f"{source.name}: not recognised; none of its keys ({listing(sorted(source.top), 5)}) is known. "
         f"Expected a file of: {', '.join(TOOL_NAMES.values())}"

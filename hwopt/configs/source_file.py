@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from hwopt.config.toml import MAX_DEPTH, Document, parse_toml
+from hwopt.config.toml import MAX_DEPTH, parse_toml
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
@@ -77,22 +77,15 @@ class SourceFile:
         """The keys of the outermost table."""
         return frozenset(entry.path[0] for entry in self.entries)
 
-    @property
-    def leaves(self) -> frozenset[str]:
-        """The last part of each key."""
-        return frozenset(entry.path[-1] for entry in self.entries)
-
 
 def from_toml(text: str, name: str) -> SourceFile:
     document = parse_toml(text.encode(), name)
-    entries = [Entry(path, value, line_of(document, path)) for path, value in toml_leaves(document.data, ())]
+    lines: Mapping[tuple[str, ...], int] = document.lines
+    entries = [
+        Entry(path, value, next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1))
+        for path, value in toml_leaves(document.data, ())
+    ]
     return with_comments(SourceFile(name, "TOML", tuple(entries)), text, dict(toml_comments(text)))
-
-
-def line_of(document: Document, path: tuple[str, ...]) -> int:
-    """The line of the key, or of the inline table that holds it; 1 if it is unknown."""
-    parts = (path[:end] for end in range(len(path), 0, -1))
-    return next((document.lines[part] for part in parts if part in document.lines), 1)
 
 
 def toml_leaves(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -141,6 +134,7 @@ def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
     if not isinstance(node, yaml.MappingNode):
         expected = "expected keys and values, such as `learning_rate: 2.0e-5`"
         raise InputError(f"{name}: {expected}; found none")
+    refuse_large(node, name)
     walk = Walk(name)
     walk.mapping(node, ())
     entries = SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced))
@@ -195,6 +189,23 @@ def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) ->
     return replace(source, entries=entries, replaced=replaced, loose=tuple(loose))
 
 
+def refuse_large(root: yaml.Node, name: str) -> None:
+    """Raise InputError if the document is nested too deeply or has too many nodes, with those of its aliases."""
+    nodes, rest = 0, [(root, 0)]
+    while rest:
+        node, depth = rest.pop()
+        nodes += 1
+        where = f"{name}:{node.start_mark.line + 1}"
+        if depth > MAX_DEPTH and isinstance(node, yaml.CollectionNode):
+            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
+        if nodes > MAX_NODES:
+            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
+        if isinstance(node, yaml.MappingNode):
+            rest += [(value, depth + 1) for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            rest += [(value, depth + 1) for value in node.value]
+
+
 class Walk:
     """Collects the entries of a YAML document."""
 
@@ -202,20 +213,8 @@ class Walk:
         self.name = name
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.replaced: list[Entry] = []
-        self.constructor = yaml.SafeLoader("")
-        self.nodes = 0
-
-    def enter(self, node: yaml.Node, depth: int) -> None:
-        """Count `node`. Raises InputError if it is nested too deeply or is one too many."""
-        self.nodes += 1
-        where = f"{self.name}:{node.start_mark.line + 1}"
-        if depth > MAX_DEPTH:
-            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
-        if self.nodes > MAX_NODES:
-            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
 
     def mapping(self, node: yaml.MappingNode, above: tuple[str, ...]) -> None:
-        self.enter(node, len(above))
         merged = [value for key, value in node.value if key.tag == MERGE]
         for each in merged:
             for part in each.value if isinstance(each, yaml.SequenceNode) else [each]:
@@ -223,42 +222,35 @@ class Walk:
                     self.mapping(part, above)
         inherited = set(self.entries) if merged else set()
         for key, value in node.value:
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                where = f"{self.name}:{key.start_mark.line + 1}"
-                raise InputError(f"{where}: a key is a {key.id}; expected a name")
+                raise InputError(f"{self.name}:{line}: a key is a {key.id}; expected a name")
             if key.tag == MERGE:
                 continue
             path = (*above, whole(key.value))
             if isinstance(value, yaml.MappingNode) and value.value:
                 self.mapping(value, path)
                 continue
-            found = self.plain(value, 0)
             before = self.entries.pop(path, None)
             if before is not None and path not in inherited:
                 self.replaced.append(before)
-            refers = isinstance(found, str) and "${" in found
-            line = key.start_mark.line + 1
-            self.entries[path] = Entry(path, found, line, interpolated=refers)
+            found = plain(value)
+            self.entries[path] = Entry(path, found, line, interpolated=isinstance(found, str) and "${" in found)
 
-    def plain(self, node: yaml.Node, depth: int) -> Any:
-        """The value of `node` in Python's types; for a tag that YAML does not define, its text."""
-        self.enter(node, depth)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.plain(each, depth + 1) for each in node.value]
-        if isinstance(node, yaml.MappingNode):
-            scalars = [key.value if isinstance(key, yaml.ScalarNode) else key.id for key, _ in node.value]
-            names = map(whole, scalars)
-            values = [self.plain(value, depth + 1) for _, value in node.value]
-            return dict(zip(names, values, strict=True))
-        if node.style is None and NUMBER.fullmatch(node.value) and node.tag == TEXT:
-            return float(node.value)
-        try:
-            found = self.constructor.construct_object(node)
-        except (yaml.YAMLError, ValueError):
-            return whole(node.value)
-        if isinstance(found, int | float | bool | None):
-            return found
-        return whole(found if isinstance(found, str) else node.value)
+
+def plain(node: yaml.Node) -> Any:
+    """The value of `node` in Python's types; for a tag that YAML does not define, its text."""
+    if isinstance(node, yaml.SequenceNode):
+        return [plain(each) for each in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {whole(key.value if isinstance(key, yaml.ScalarNode) else key.id): plain(value) for key, value in node.value}
+    if node.style is None and NUMBER.fullmatch(node.value) and node.tag == TEXT:
+        return float(node.value)
+    try:
+        found = yaml.SafeLoader("").construct_object(node)
+    except (yaml.YAMLError, ValueError):
+        found = node.value
+    return found if isinstance(found, int | float | bool | None) else whole(node.value)
 
 
 def whole(text: str) -> str:

@@ -42,20 +42,15 @@ FLAGS = names(
     prediction_loss_only remove_unused_columns
     """
 )
-TEXTS = names(
+OTHER_ARGUMENTS = names(
     """
     output_dir run_name optim lr_scheduler_type eval_strategy save_strategy logging_strategy fp16_opt_level
     torch_dtype mixed_precision attn_implementation model_name_or_path tokenizer_name model_revision train_file
     validation_file test_file text_column label_column metric_for_best_model hub_model_id torch_compile_mode
     torch_compile_backend report_to deepspeed fsdp bnb_4bit_compute_dtype lora_target_modules zero_offload task
     resume_from_checkpoint train_sampling_strategy adapter messages_column prompt_column completion_column
-    distributed_type
-    """
-)
-OTHER_ARGUMENTS = names(
-    """
-    lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices activation_checkpointing
-    activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache
+    distributed_type lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices
+    activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache
     torch_empty_cache_steps logging_first_step log_on_each_node include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay
     eval_on_start eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics save_only_model
@@ -65,7 +60,7 @@ OTHER_ARGUMENTS = names(
     ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp_config debug skip_memory_metrics local_rank
     """
 )
-"""Names of TrainingArguments that no rule reads."""
+"""Words whose values are texts, tables, or read by no rule."""
 
 
 class Former(NamedTuple):
@@ -77,19 +72,18 @@ class Former(NamedTuple):
     """The version of transformers without it."""
 
 
-FORMER_NAMES = {
+REMOVED = """
+    fp16_opt_level fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
+    past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters
+"""
+FORMER_NAMES = {name: Former("", "5") for name in REMOVED.split()} | {
     "evaluation_strategy": Former("eval_strategy", "4.46"),
     "per_gpu_train_batch_size": Former("per_device_train_batch_size", "5"),
     "per_gpu_eval_batch_size": Former("per_device_eval_batch_size", "5"),
     "no_cuda": Former("use_cpu", "5"),
     "warmup_ratio": Former("warmup_steps with a value below 1", "5"),
     "group_by_length": Former('train_sampling_strategy with the value "group_by_length"', "5"),
-    "fp16_opt_level": Former("", "5"),
-    "fp16_backend": Former("", "5"),
-    "half_precision_backend": Former("", "5"),
     "logging_dir": Former("the environment variable TENSORBOARD_LOGGING_DIR", "5"),
-    "overwrite_output_dir": Former("", "5"),
-    "save_safetensors": Former("", "5"),
     "adafactor": Former('optim with the value "adafactor"', "5"),
     "torchdynamo": Former("torch_compile_backend", "5"),
     "include_inputs_for_metrics": Former("include_for_metrics", "5"),
@@ -103,15 +97,6 @@ FORMER_NAMES = {
     "split_batches": Former("split_batches in accelerator_config", "4.46"),
     "sharded_ddp": Former("fsdp", "4.34"),
     "xpu_backend": Former("ddp_backend", "4.34"),
-    "tpu_num_cores": Former("", "5"),
-    "tpu_metrics_debug": Former("", "5"),
-    "past_index": Former("", "5"),
-    "ray_scope": Former("", "5"),
-    "jit_mode_eval": Former("", "5"),
-    "use_ipex": Former("", "5"),
-    "use_mps_device": Former("", "5"),
-    "use_legacy_prediction_loop": Former("", "5"),
-    "mp_parameters": Former("", "5"),
 }
 
 DEPRECATED_NAMES = {
@@ -120,9 +105,9 @@ DEPRECATED_NAMES = {
 }
 """Names that transformers 5 has under another name too."""
 
-ARGUMENTS = INTEGERS | NUMBERS | FLAGS | TEXTS | OTHER_ARGUMENTS
+ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
 """Every word."""
-TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
+FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 LEADING_NUMBER = re.compile(r"\s*[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?")
 
 
@@ -146,31 +131,27 @@ def typed(word: str, value: Any) -> Any:
 
     Raises NotReadable if the text is none of them.
     """
-    if value is None or value in ("auto", "Auto", "none", "null", ""):
-        return None if value in ("none", "null", "") else value
-    if word in FLAGS:
-        return flag(value)
+    if value in ("auto", "Auto"):
+        return value
+    if value in (None, "none", "null", ""):
+        return None
     if word in INTEGERS | NUMBERS:
         return number(word, value)
+    if word in FLAGS:
+        if (text := str(value).lower()) not in FLAG_TEXTS:
+            raise NotReadable(f"expected true or false, got {truncate(value)}")
+        return FLAG_TEXTS[text]
     return value
-
-
-def flag(value: Any) -> Any:
-    text = str(value).lower()
-    if isinstance(value, bool) or text in TRUE + FALSE or value in (0, 1):
-        return text in TRUE or value == 1
-    raise NotReadable(f"expected true or false, got {truncate(value)}")
 
 
 def number(word: str, value: Any) -> int | float:
     if isinstance(value, str):
         found = LEADING_NUMBER.match(value)
-        if found is None or found.end() < len(value.rstrip()):
-            if found is None or word not in INTEGERS:
-                raise NotReadable(f"expected a number, got {truncate(value)}.")
+        if found is not None and found.end() == len(value.rstrip()):
+            value = float(value.replace("_", ""))
+        elif found is not None and word in INTEGERS:
             guess = number(word, found[0].strip())
             raise NotReadable(f'expected a number, got {truncate(value)}. A YAML comment begins with " #".', guess)
-        value = float(value.replace("_", ""))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotReadable(f"expected a number, got {truncate(value)}")
     if word in INTEGERS and value != int(value):

@@ -32,21 +32,12 @@ DEEPSPEED_VARIABLES = {
 """Key of `deepspeed_config` -> the environment variable that the launcher sets."""
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
-FSDP_KEYS = {
-    "fsdp_version": "fsdp_version",
-    "fsdp_sharding_strategy": "sharding_strategy",
-    "fsdp_reshard_after_forward": "reshard_after_forward",
-    "fsdp_backward_prefetch": "backward_prefetch",
-    "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_use_orig_params": "use_orig_params",
-    "fsdp_sync_module_states": "sync_module_states",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
-    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-    "fsdp_min_num_params": "min_num_params",
-}
-"""Key of `fsdp_config` -> the field of Accelerate's plugin."""
+FSDP_FIELDS = (
+    *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "state_dict_type"),
+    *("use_orig_params", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing", "min_num_params"),
+    "transformer_cls_names_to_wrap",
+)
+"""Fields of Accelerate's plugin that `fsdp_config` has, with "fsdp_" in front."""
 WRAP_POLICIES = {
     "NoneType": "NO_WRAP",
     "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -76,7 +67,7 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
     }
     if nodes > 1:
         config |= {"main_process_ip": FIRST_NODE, "main_process_port": PORT, "rdzv_backend": "static", "same_network": True}
-    engines = {key for _, key in ENGINES.values() if plan.recipe.accelerator.get(key) is not None}
+    engines = {key for key in ENGINES.values() if plan.recipe.accelerator.get(key) is not None}
     if engines == {"deepspeed_plugin"}:
         section = deepspeed_section(plan)
         if deepspeed_file is not None:
@@ -117,9 +108,11 @@ def fsdp_section(plan: Plan) -> dict[str, Any]:
     if name not in WRAP_POLICIES:
         author = plan.recipe.author_of("accelerator['fsdp_plugin']")
         raise InputError(f"{author}: its auto_wrap_policy {name} is code, which a launcher file cannot hold")
-    found = {key: plain(getattr(plugin, field, None)) for key, field in FSDP_KEYS.items()}
+    found = {f"fsdp_{field.removeprefix('fsdp_')}": plain(getattr(plugin, field, None)) for field in FSDP_FIELDS}
+    found["fsdp_transformer_layer_cls_to_wrap"] = found.pop("fsdp_transformer_cls_names_to_wrap")
     found["fsdp_auto_wrap_policy"] = WRAP_POLICIES[name]
-    found["fsdp_offload_params"] = offloads(plugin)
+    offload = plugin.cpu_offload  # FSDP 1 has a flag, FSDP 2 a policy class
+    found["fsdp_offload_params"] = bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -127,12 +120,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     return ",".join(value) if isinstance(value, list) else value
-
-
-def offloads(fsdp_plugin: Any) -> bool:
-    """Whether FSDP offloads parameters: FSDP 1 has a flag, FSDP 2 a policy class."""
-    policy = fsdp_plugin.cpu_offload
-    return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
 
 
 def exports_of(plan: Plan) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from hwopt.config.aliases import option_for
@@ -22,25 +20,21 @@ LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
 """Prefixes of the environment variables from which Accelerate's plugins take their defaults."""
 
 
-@contextmanager
-def without_launcher() -> Iterator[None]:
-    """Hides a launcher's environment variables inside the block, and restores the environment after it."""
-    before = dict(os.environ)
+def engine_plugin(plan: Plan, key: str) -> Any | None:
+    """A copy of the argument `key` that the run of `plan` gives to the Accelerator; None if it gives none.
+
+    It is made without the variables of a launcher, which would change its defaults.
+    """
+    field, before = f"accelerator[{key!r}]", dict(os.environ)
     try:
         for name in before:
             if name.startswith(LAUNCHERS_WORDS):
                 del os.environ[name]
-        yield
+        with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"):
+            return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def engine_plugin(plan: Plan, key: str) -> Any | None:
-    """A copy of the argument `key` that the run of `plan` gives to the Accelerator; None if it gives none."""
-    field = f"accelerator[{key!r}]"
-    with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"), without_launcher():
-        return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
 
 
 def engine_config(plan: Plan) -> dict[str, Any] | None:
@@ -62,10 +56,7 @@ def no_deepspeed(plan: Plan) -> InputError:
     """The error for a plan without DeepSpeed; it names the plugin that would add it."""
     name = option_for("deepspeed").split(".")[1]
     entry = next((entry for entry in plan.entries if entry.name == name), None)
-    if entry is None:
-        what_to_do = f"add the plugin {name!r}, as by --set plugins.{name}.enabled=true"
-    elif entry.decision == "skip":
-        what_to_do = f"{entry.author} is skipped: {entry.reason}"
-    else:
-        what_to_do = f"{entry.author} does not use it ({entry.reason})"
+    what_to_do = f"add the plugin {name!r}, as by --set plugins.{name}.enabled=true"
+    if entry is not None:
+        what_to_do = f"{entry.author} {'is skipped' if entry.decision == 'skip' else 'does not use it'}: {entry.reason}"
     return InputError(f"the plan of profile {plan.profile.name} has no DeepSpeed to export: {what_to_do}")

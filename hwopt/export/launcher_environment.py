@@ -17,17 +17,17 @@ from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_regular_file
-from hwopt.text import listing, truncate
+from hwopt.text import truncate
 
-NEUTRAL = frozenset({"", "0", "1", "no", "false", "none"})
-
+NEUTRAL = frozenset({"", "0", "no", "false", "none"})
 ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "deepspeed_plugin"),
-    "ACCELERATE_USE_FSDP": ("FSDP", "fsdp_plugin"),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "megatron_lm_plugin"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "parallelism_config"),
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
-"""Variable of Accelerate's launcher -> the engine that it requests, and the argument of `Accelerator` that selects the engine."""
+"""Variable of Accelerate's launcher that asks for an engine -> the argument of `Accelerator` that selects the engine."""
+AGAIN = "Change one of them, or write the file again: hwopt export --to"
 
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
@@ -49,31 +49,6 @@ PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change only its output."""
 
 
-SWITCHES = (
-    "ACCELERATE_USE_CPU",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_CPU_AFFINITY",
-    "ACCELERATE_DEBUG_MODE",
-    "ACCELERATE_ENABLE_RICH",
-    "FORK_LAUNCHED",
-    "USE_TORCH_XLA",
-)
-"""Boolean variables of Accelerate; it reads some of them on import."""
-YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-
-
-def refuse_odd_switches(environment: Mapping[str, str]) -> None:
-    """Raise InputError for boolean variables that are neither on nor off; Accelerate would raise on import."""
-    problems = Problems()
-    for name in SWITCHES:
-        if name in environment and environment[name].lower() not in (*YES, *NO):
-            problems.add(
-                f"{name}={truncate(environment[name])}: expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
-            )
-    problems.raise_if_any(InputError)
-
-
 def refuse_contradictions(
     environment: Mapping[str, str],
     accelerator: Mapping[str, Any],
@@ -85,49 +60,29 @@ def refuse_contradictions(
     `planned`: variable -> the value that a launcher sets for the plan's engine; for a variable that names a JSON file, the
     content of the file.
     """
+    wanted: dict[str, tuple[Any, str]] = {
+        "ACCELERATE_MIXED_PRECISION": (accelerator.get("mixed_precision", "no"), "mixed_precision"),
+        "ACCELERATE_DYNAMO_BACKEND": ("no", "torch_compile"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (1, "gradient_accumulation_steps"),
+    }
+    wanted |= {name: (False, key.removesuffix("_plugin")) for name, key in ENGINES.items() if key not in accelerator}
+    if hardware.device_type == "cuda":
+        wanted["ACCELERATE_USE_CPU"] = (False, "use_cpu")
     problems = Problems()
-
-    def asked(name: str) -> str:
-        value = environment.get(name, "").strip().lower()
-        return "" if value in NEUTRAL else value
-
-    mixed = accelerator.get("mixed_precision", "no")
-    if (precision := asked("ACCELERATE_MIXED_PRECISION")) and precision != mixed:
-        problems.add(
-            f"ACCELERATE_MIXED_PRECISION={precision} contradicts the plan, in which Accelerate's mixed precision is {mixed!r}. "
-            f"Leave --mixed_precision out of the launcher, or set {option_for('mixed_precision')}."
-        )
-    if backend := asked("ACCELERATE_DYNAMO_BACKEND"):
-        problems.add(
-            f"ACCELERATE_DYNAMO_BACKEND={backend} would compile in addition to the plan. "
-            f"Leave --dynamo_backend out of the launcher, or set {option_for('torch_compile')}."
-        )
-    if steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
-        problems.add(
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: the plan splits each step itself. "
-            f"Leave it out of the launcher, or set {option_for('gradient_accumulation_steps')}."
-        )
-    for name, (engine, key) in ENGINES.items():
-        if environment.get(name, "").strip().lower() in ("1", "true", "yes") and key not in accelerator:
-            option = option_for(engine.lower())
-            problems.add(
-                f"{name}={environment[name]} asks for {engine}, which the plan does not have. Leave it out of the launcher"
-                + (f", or set {option}." if option != engine.lower() else ".")
-            )
+    for name, (value, word) in wanted.items():
+        given = environment.get(name, "").strip()
+        if given.lower() not in NEUTRAL and not agree(given, value):
+            option = option_for(word)
+            instead = f", or set {option}" if option != word else ""
+            what = f"{name}={given} contradicts the plan, in which it is {spelled(value)}."
+            problems.add(f"{what} Leave it out of the launcher{instead}.")
     for name, value in (planned or {}).items():
         given = environment.get(name, "").strip()
         if given and isinstance(value, Mapping):
             for problem in differences(given, value):
-                problems.add(f"{name}={problem}")
+                problems.add(f"{name}={problem} {AGAIN} deepspeed")
         elif given and given.lower() != FSDP_DEFAULTS.get(name) and not agree(given, value):
-            problems.add(
-                f"{name}={given} contradicts the plan, in which it is {spelled(value)}. "
-                "Change one of them, or write the launcher's file again: hwopt export --to accelerate"
-            )
-    if hardware.device_type == "cuda" and environment.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes"):
-        problems.add(
-            "ACCELERATE_USE_CPU is set, but the plan is for the CUDA device. Unset it, or hide the GPU: CUDA_VISIBLE_DEVICES="
-        )
+            problems.add(f"{name}={given} contradicts the plan, in which it is {spelled(value)}. {AGAIN} accelerate")
     problems.raise_if_any(InputError)
 
 
@@ -136,13 +91,14 @@ def missing_ranks(environment: Mapping[str, str], parent_command: Sequence[str])
 
     `parent_command`: the command line of the parent process. The launcher passes the number to no variable.
     """
-    launchers = ("accelerate", "accelerate-launch")
-    launched = any(Path(part).name in launchers or "accelerate.commands" in part for part in parent_command)
+    command = " ".join(parent_command)
+    launched = any(
+        Path(part).name in ("accelerate", "accelerate-launch") or "accelerate.commands" in part for part in parent_command
+    )
+    asked = re.search(r"--num[-_]processes[ =]([0-9]{1,6})(?![0-9])", command)
     if environment.get("WORLD_SIZE") or not launched or "ACCELERATE_MIXED_PRECISION" not in environment:
         return ""
-    asked = re.search(r"--num[-_]processes[ =]([0-9]{1,6})(?![0-9])", " ".join(parent_command))
-    count = int(asked[1]) if asked else 1
-    if count == 1:
+    if asked is None or (count := int(asked[1])) == 1:
         return ""
     return (
         f"`accelerate launch --num_processes {count}` started one rank, not {count}: without --multi_gpu or a config file it "
@@ -167,16 +123,12 @@ def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
             raise ValueError("expected a JSON object")
         known, given = dict(leaves(planned)), dict(leaves(config))
     except (InputError, ValueError, RecursionError) as error:
-        yield f"{path} cannot be read as JSON ({error}). Write it again: hwopt export --to deepspeed"
+        yield f"{path} cannot be read as JSON ({error})."
         return
     for key, value in given.items():
-        if value == "auto" or key in PRINTS_ONLY or agree(value, known.get(key)):
-            continue
-        planned_value = f"it is {spelled(known[key])}" if key in known else "this key does not exist"
-        yield (
-            f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {planned_value}. "
-            "Change one of them, or write the file again: hwopt export --to deepspeed"
-        )
+        if value != "auto" and key not in PRINTS_ONLY and not agree(value, known.get(key)):
+            planned_value = f"it is {spelled(known[key])}" if key in known else "this key does not exist"
+            yield f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {planned_value}."
 
 
 def leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.utils import str_to_bool
 
 from hwopt.errors import InputError
-from hwopt.export.launcher_environment import NO, SWITCHES, YES, missing_ranks, refuse_contradictions, refuse_odd_switches
+from hwopt.export.launcher_environment import missing_ranks, refuse_contradictions
 from hwopt.hardware.device import described
 from hwopt.system.ranks import rank_and_world
 
@@ -25,31 +24,6 @@ BARE_LAUNCH = {  # what `accelerate launch` sets without options
 }
 
 
-@pytest.mark.parametrize("mixed", ["no", "fp16", "bf16"])
-def test_neutral_defaults_are_accepted(mixed: str) -> None:
-    refuse_contradictions(BARE_LAUNCH, {"mixed_precision": mixed}, GPU)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ACCELERATE_MIXED_PRECISION", "bf16"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
-        ("ACCELERATE_USE_DEEPSPEED", "true"),
-        ("ACCELERATE_USE_FSDP", "1"),
-        ("ACCELERATE_USE_CPU", "true"),
-    ],
-)
-def test_contradiction_names_the_variable(name: str, value: str) -> None:
-    with pytest.raises(InputError, match=f"{name}.*{value}|{name}"):
-        refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU)
-
-
-def test_equal_settings_are_accepted() -> None:
-    refuse_contradictions({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}, {"mixed_precision": "bf16"}, CPU)
-
-
 EXPORTS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": 2,
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
@@ -62,9 +36,10 @@ EXPORTS = {
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("ACCELERATE_MIXED_PRECISION", "no"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),  # that of the plan
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
         ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "None"),
-        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false"),
         ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "False"),
         ("ACCELERATE_GRADIENT_CLIPPING", "1"),
         ("ACCELERATE_GRADIENT_CLIPPING", ""),
@@ -72,25 +47,33 @@ EXPORTS = {
         ("FSDP_OFFLOAD_PARAMS", "false"),  # what --use_fsdp alone sets
     ],
 )
-def test_equal_engine_settings_are_accepted(name: str, value: str) -> None:
-    refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+def test_neutral_and_equal_settings_are_accepted(name: str, value: str) -> None:
+    refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU, EXPORTS)
+
+
+def test_cpu_of_the_launcher_is_accepted_for_a_plan_on_the_cpu() -> None:
+    refuse_contradictions({"ACCELERATE_USE_CPU": "true"}, {}, CPU)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "planned"),
     [
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0"),
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two"),
-        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
-        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"),
-        ("ACCELERATE_GRADIENT_CLIPPING", "0.5"),
-        ("FSDP_OFFLOAD_PARAMS", "maybe"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "fp16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "1"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "false"),
+        ("ACCELERATE_USE_FSDP", "1", "false"),
+        ("ACCELERATE_USE_CPU", "true", "false"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", "2"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", "none"),
+        ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true", "false"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "1.0"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe", "true"),
     ],
 )
-def test_different_engine_settings_show_both_values(name: str, value: str) -> None:
-    planned = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "FSDP_OFFLOAD_PARAMS": "true"}.get(name, EXPORTS[name])
+def test_contradiction_shows_the_variable_and_both_values(name: str, value: str, planned: str) -> None:
     with pytest.raises(InputError, match=f"{name}={value} contradicts the plan, in which it is {planned}"):
-        refuse_contradictions({**BARE_LAUNCH, name: value}, {}, CPU, EXPORTS)
+        refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU, EXPORTS)
 
 
 CONFIG = {"train_batch_size": 6, "gradient_clipping": 1.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
@@ -129,18 +112,6 @@ def test_contradicting_deepspeed_file_is_refused(text: str | None, expected: str
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
         refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_switch_must_be_on_or_off(name: str) -> None:
-    for value in ("perhaps", "", " true", "2", "\x1b[31m"):
-        with pytest.raises(InputError, match=f"^{name}=.*expected one of 1, true, .* unset it$"):
-            refuse_odd_switches({name: value})
-        with pytest.raises(ValueError):
-            str_to_bool(value)
-    for value in (*YES, *NO, "True", "NO"):
-        refuse_odd_switches({name: value})
-        assert str_to_bool(value) == (value.lower() in YES)
 
 
 def test_rank_and_world_size_come_from_the_environment() -> None:
