@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from hwopt.hosts.evidence_callback import Evidence
     from hwopt.hosts.forecast import fits
     from hwopt.hosts.pieces import model_kwargs, optimizer, training_arguments
-    from hwopt.report.script_hosts import Accelerator, optimized, session, train
+    from hwopt.report.script_hosts import Accelerator, apply, optimized, session, train
 
 PLACES = {
     "Accelerator": "hwopt.report.script_hosts",
     "Evidence": "hwopt.hosts.evidence_callback",
+    "apply": "hwopt.report.script_hosts",
     "execute": "hwopt.api",
     "fits": "hwopt.hosts.forecast",
     "model_kwargs": "hwopt.hosts.pieces",
@@ -34,6 +35,7 @@ __all__ = [
     "Accelerator",
     "Evidence",
     "__version__",
+    "apply",
     "execute",
     "fits",
     "model_kwargs",

@@ -7,7 +7,7 @@ parameters, so that few plugins skip. For the plugins of a plan see `Recipe.fiel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -71,6 +71,8 @@ class Written:
     fields: tuple[str, ...] | None
     why: str = ""
     """Why the fields are unknown, and how to see them."""
+    keys: tuple[str, ...] = field(default=(), compare=False)
+    """The same as slots, lists, events and keys of settings ("batch['train']")."""
 
 
 def written_by(plugin_class: type[Plugin], who: str) -> Written:
@@ -98,7 +100,7 @@ def written_by(plugin_class: type[Plugin], who: str) -> Written:
     recipe = Recipe()
     for each in decision.options or (options,):
         write(plugin_class, each, context, recipe, who)
-    return Written(recipe.fields_of(who))
+    return Written(recipe.fields_of(who), keys=tuple(recipe.written_by_author(who)))
 
 
 def write(plugin_class: type[Plugin], options: PluginOptions, context: Context, recipe: Recipe, who: str) -> None:

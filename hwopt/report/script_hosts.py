@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.hosts import accelerate, own_training, torch, trainer
+from hwopt.hosts.apply import Applied
+from hwopt.hosts.apply import apply as apply_plugins
 from hwopt.report import run_files
 from hwopt.report.run_files import ReportFile
 from hwopt.runs.journal import ScriptJournal
@@ -30,6 +32,11 @@ def train(job: Path | str | None = None, profile: str = "auto", *, listener: Lis
 def session(profile: str, model: Any, *, listener: Listener | None = None, **settings: Any) -> torch.session:
     """`hwopt.hosts.torch.session`, with lines on the terminal."""
     return torch.session(profile, model, listener=with_lines(listener), **settings)
+
+
+def apply(model: Any, plugins: Any, profile: str = "auto", *, listener: Listener | None = None, **settings: Any) -> Applied:
+    """`hwopt.hosts.apply.apply`, with lines on the terminal."""
+    return apply_plugins(model, plugins, profile, listener=with_lines(listener), **settings)
 
 
 class Accelerator(accelerate.Accelerator):

@@ -13,22 +13,38 @@ from documentation import read_page
 from hosts.scripts import llama, reset
 from hosts.test_trl import QUIET, text, tokenizer
 
-from hwopt.hosts.trainer import HARMLESS, LACKS
+from hwopt.hosts.apply import MODEL_LACKS, SAVED_MODEL, makes_another_model
+from hwopt.hosts.limits import NOT_ADDITIVE, OWN_PARTS_LACK, SCRIPT_LACKS, STEP_FIELDS, TRAINER_LACKS
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.written import written_by
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
-BEGIN, END = "<!-- plugins in a Trainer -->\n", "<!-- end -->"
+BEGIN, END = "<!-- plugins in each host -->\n", "<!-- end -->"
+HOSTS = {
+    "`optimized`": TRAINER_LACKS,
+    "`Accelerator`, `session`": SCRIPT_LACKS | dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE),
+    "`train(model=…)`": OWN_PARTS_LACK,
+    "`apply`": MODEL_LACKS,
+    "`hwopt run`": {},
+}
+"""Column -> field of the recipe, or key, that the host has no place for -> why."""
 
 
 def table() -> str:
-    registry = Registry()
-    lines = ["| plugin | in a Trainer |", "|---|---|"]
+    """Plugins x hosts, and a numbered list of the reasons."""
+    registry, reasons = Registry(), dict[str, int]()
+    lines = [f"| plugin | {' | '.join(HOSTS)} |", "|---" * (1 + len(HOSTS)) + "|"]
     for name in sorted(registry.names):
-        fields = written_by(registry.plugin(name), name).fields or ()
-        lacking = [reason for field, reason in LACKS.items() if field in fields and field not in HARMLESS]
-        lines.append(f"| `{name}` | {f'skipped: {lacking[0]}' if lacking else 'yes'} |")
-    return "\n".join([*lines, ""])
+        written = written_by(registry.plugin(name), name)
+        cells = []
+        for lacks in HOSTS.values():
+            found = [lacks.get(key) or lacks.get(key.partition("[")[0]) for key in written.keys]
+            if lacks is MODEL_LACKS and makes_another_model(written.fields or ()):
+                found.append(SAVED_MODEL)
+            reason = next(filter(None, found), None)
+            cells.append("yes" if reason is None else f"no ({reasons.setdefault(reason, len(reasons) + 1)})")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
 
 def test_table_of_plugins_is_what_the_code_says() -> None:
@@ -62,11 +78,11 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "model")
 
 
-def run_block(heading: str, name: str) -> dict[str, Any]:
-    """The names that the page's script below `heading` leaves, run with the model `name`."""
+def run_block(heading: str, name: str, number: int = 0) -> dict[str, Any]:
+    """The names that script `number` below `heading` of the page leaves, run with the model `name`."""
     page = read_page(PAGE)
     begin = PAGE.read_text(encoding="utf-8").splitlines().index(heading)
-    block = next(block for block in page.blocks if block.kind == "python" and block.line > begin)
+    block = [block for block in page.blocks if block.kind == "python" and block.line > begin][number]
     scope: dict[str, Any] = {}
     exec(compile(block.text.replace("Qwen/Qwen3-0.6B", name).replace('"rtx3090_24gb"', '"cpu"'), block.place, "exec"), scope)
     return scope
@@ -102,3 +118,9 @@ def test_single_parts_of_the_page(name: str, capsys: pytest.CaptureFixture[str])
     assert "precision: bf16 = True" in output
     assert "on Tesla T4" in output
     assert "64 rows fit" in output
+
+
+def test_plugins_on_a_model_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    scope = run_block("## One part of it", name, number=1)
+    assert scope["loss"].isfinite()
+    assert "apply    fused_loss" in capsys.readouterr().out

@@ -1,0 +1,182 @@
+"""`apply`: single plugins on a model, for a loop that wants no more of a plan.
+
+applied = hwopt.apply(model, ["fused_loss", "checkpointing"])
+...
+applied.undo()
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwopt.errors import PluginError
+from hwopt.hosts.additivity import shifts_labels
+from hwopt.hosts.limits import refuse_compiled, refuse_wrapped
+from hwopt.hosts.script_plan import Script, plan_for
+from hwopt.hosts.script_run import ScriptRun
+from hwopt.planning.plan import Plan
+from hwopt.plugin import Plugin
+from hwopt.plugin.recipe import LISTS, SETTINGS, SLOTS, Recipe
+from hwopt.plugin.registry import Registry
+from hwopt.training.listener import Listener
+
+MODEL_FIELDS = ("process", "model_kwargs", "model_steps", "loss", "final_steps")
+"""Fields of the recipe that concern the model and the process alone."""
+MODEL_LACKS = {
+    field: "apply() changes the model and the process alone; hwopt.session applies it in a loop"
+    for field in (*SLOTS, *LISTS, *SETTINGS, "events")
+    if field not in MODEL_FIELDS
+}
+"""Field of the recipe -> why the plugin that writes it is skipped."""
+SAVED_MODEL = "it makes another model, which could not be undone; load or prepare the model with it"
+
+
+class Applied:
+    """Plugins in effect on a model, until `undo()` or the end of a `with` block."""
+
+    def __init__(self, plan: Plan, skipped: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.skipped = dict(skipped)
+        """Plugin -> why it was not applied."""
+        self.stack = ExitStack()
+
+    def undo(self) -> None:
+        """Put back the process, and every attribute of the model that the plugins changed and nobody changed since."""
+        self.stack.close()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+def apply(
+    model: Any,
+    plugins: Iterable[str],
+    profile: str = "auto",
+    *,
+    strict: bool = True,
+    listener: Listener | None = None,
+    **options: Mapping[str, Any],
+) -> Applied:
+    """Apply `plugins` to `model`, a model of transformers, in place. `options`: plugin -> its options; else the profile's.
+
+    A loss of a plugin is computed in calls of the training mode with `labels`: the output then has `loss`, and no `logits`.
+    Raises PluginError for each plugin that is skipped, with the reason; with `strict=False`, `skipped` names it instead.
+    Raises InputError as `hwopt.resolve` does.
+    """
+    refuse_wrapped(model)
+    refuse_compiled(model)
+    names = list(plugins)
+    tables: dict[str, Any] = dict.fromkeys(Registry().names, False) | {name: options.pop(name, True) for name in names} | options
+    plan = plan_for(model, profile, Script(1, 1, {}, lacks=MODEL_LACKS), tables).plan
+    skipped = {entry.name: reason for entry in plan.entries if entry.name in names and (reason := why_not(entry, plan, model))}
+    if skipped and strict:
+        raise PluginError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
+    applied = Applied(plan, skipped)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    run = ScriptRun(plan, device, Path(), listener or Listener())
+    with ExitStack() as stack:
+        stack.enter_context(run.process())
+        changes = Changes(model)
+        stack.callback(changes.undo)
+        for entry in plan.entries:
+            decision = "skip" if entry.name in skipped else entry.decision
+            run.say(f"{decision:8} {entry.name}: {skipped.get(entry.name, entry.reason)}")
+            if decision != "skip":
+                apply_one(entry.plugin, model, run)
+        changes.seen()
+        applied.stack = stack.pop_all()
+    return applied
+
+
+def apply_one(plugin: Plugin, model: Any, run: ScriptRun) -> None:
+    """Apply what `plugin` writes for the model."""
+    recipe = Recipe()
+    plugin.apply(recipe, run.plan.context)
+    if kernel := recipe.model_kwargs.get("attn_implementation"):
+        model.set_attn_implementation(kernel)
+    if recipe.loss is not None:
+        compute_loss_in(model, recipe, run)
+        return
+    for step in recipe.model_steps:
+        step(model, run)
+
+
+def why_not(entry: Any, plan: Plan, model: Any) -> str:
+    """Why the plugin of `entry` is not applied to `model`; "" if it is."""
+    written = plan.recipe.fields_of(entry.author)
+    if entry.decision == "skip":
+        return str(entry.reason)
+    if makes_another_model(written):
+        return SAVED_MODEL
+    if "loss" in written and "liger_kernel" in getattr(model.forward, "__module__", ""):
+        return "Liger computes the loss of this model already"
+    return ""
+
+
+def makes_another_model(fields: Container[str]) -> bool:
+    """Whether a plugin that writes these fields of the recipe changes the model that is saved."""
+    return "final_steps" in fields and "loss" not in fields
+
+
+def compute_loss_in(model: Any, recipe: Recipe, run: ScriptRun) -> None:
+    """Let `model.forward` compute `recipe.loss` in training, wherever it is called with labels."""
+    plain = model.forward
+    shifted = shifts_labels(model)
+
+    @functools.wraps(plain)
+    def forward(*inputs: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
+        if labels is None or not model.training or named.get("return_dict") is False:
+            counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            return plain(*inputs, labels=labels, **counted, **named)
+        for step in recipe.model_steps:
+            step(model, run)
+        try:
+            outputs = plain(*inputs, **named)
+        finally:
+            for step in recipe.final_steps:
+                step(model, run)
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels
+        loss, count = recipe.loss(outputs, targets.to(outputs.logits.device))  # type: ignore[misc]
+        outputs.loss = loss / (count if num_items_in_batch is None else num_items_in_batch)
+        outputs.logits = None
+        return outputs
+
+    model.forward = forward
+
+
+class Changes:
+    """What changes in the attributes and hooks of the modules of `model` and in its config, until `seen()`."""
+
+    def __init__(self, model: Any) -> None:
+        modules = list(model.modules())
+        configs = {id(each.config): each.config for each in modules if hasattr(each, "config")}
+        self.tables = [vars(each) for each in (*modules, *configs.values())]
+        self.tables += [value for table in self.tables for name, value in table.items() if name.endswith("_hooks")]
+        self.before = [dict(table) for table in self.tables]
+        self.changed: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+
+    def seen(self) -> None:
+        """Note what has changed: (table, name, value before, value now)."""
+        for table, old in zip(self.tables, self.before, strict=True):
+            names = {*table, *old}
+            self.changed += [(table, name, old.get(name, self), table.get(name, self)) for name in names]
+        self.changed = [each for each in self.changed if each[2] is not each[3]]
+
+    def undo(self) -> None:
+        """Put back what nothing else has changed since."""
+        for table, name, old, new in self.changed:
+            if table.get(name, self) is not new:
+                continue
+            if old is self:
+                del table[name]
+            else:
+                table[name] = old

@@ -1,0 +1,95 @@
+"""`hwopt.apply`: single plugins on a model, in a loop that knows nothing of them, until `undo()`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts.scripts import Log, Steps, arguments, bert, farthest, llama, padded, reset, rows
+from transformers import Trainer
+
+import hwopt
+from hwopt.errors import PluginError
+
+CHUNKS: dict[str, Any] = {"fused_loss": {"backend": "torch", "chunks": 3}}
+
+
+def steps_of(model: Any) -> Steps:
+    """A loop of torch alone."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for begin in range(0, 48, 8):
+        loss = model(**padded(rows()[begin : begin + 8], classes=False)).loss
+        loss.backward()
+        found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_fused_loss_trains_the_same_and_undo_puts_back_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted, model = steps_of(llama()), llama()
+    batch, attributes = padded(rows()[:4], classes=False), [dict(vars(each)) for each in model.modules()]
+    with hwopt.apply(model, ["fused_loss"], "cpu", **CHUNKS):
+        assert farthest(steps_of(model), wanted) < 1e-5
+        assert model(**batch).logits is None
+        assert model(**batch, num_items_in_batch=7).loss.item() == pytest.approx(
+            model(**batch).loss.item() * labels_in(batch) / 7
+        )
+        model.eval()
+        assert model(**batch).logits.shape[-1] == 200  # an evaluation, and generate(), need the logits
+        model.train()
+    assert [dict(vars(each)) for each in model.modules()] == attributes
+    assert model(**batch).logits.shape[-1] == 200
+    assert "apply    fused_loss: torch, logits over 200 tokens in 3 chunks per micro-batch" in capsys.readouterr().out
+
+
+def labels_in(batch: dict[str, Any]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def test_fused_loss_in_a_plain_trainer(tmp_path: Path) -> None:
+    def steps(*plugins: str) -> Steps:
+        reset()
+        model, log = llama(), Log()
+        data: Any = rows()
+        with hwopt.apply(model, plugins, "cpu", **CHUNKS):
+            collator = partial(padded, classes=False)
+            Trainer(model, arguments(tmp_path), train_dataset=data, data_collator=collator, callbacks=[log]).train()
+        return log.steps
+
+    assert farthest(steps("fused_loss"), steps()) < 1e-5
+
+
+def checkpointed(model: Any) -> bool:
+    return any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+
+
+def test_checkpointing_and_attention_end_with_undo() -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
+    applied = hwopt.apply(model, ["checkpointing", "sdpa"], "cpu")
+    assert checkpointed(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert farthest(steps_of(model), steps_of(llama())) < 1e-5
+    applied.undo()
+    assert not checkpointed(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        (bert, "fused_loss", "needs a decoder"),
+        (llama, "optimizer", "changes the model and the process alone"),
+        (llama, "adapter", "it makes another model"),
+    ],
+)
+def test_what_a_model_alone_cannot_take_is_named(make: Any, name: str, reason: str) -> None:
+    model = make()
+    with pytest.raises(PluginError, match=f"{name}: .*{reason}"):
+        hwopt.apply(model, [name], "cpu")
+    with hwopt.apply(model, [name, "sdpa"], "cpu", strict=False) as applied:
+        assert reason in applied.skipped[name]
