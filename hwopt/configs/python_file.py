@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import io
-import operator
 import re
 import tokenize
 import warnings
@@ -27,18 +26,7 @@ ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig")
 MODEL = re.compile(r"AutoModel|\w*Model|\w+For[A-Z]\w+")
 """Classes whose `from_pretrained` loads a model."""
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
 ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames")
-
-
-class Unresolved(Exception):
-    """The value is known only when the script runs."""
 
 
 def from_python(text: str, name: str) -> SourceFile:
@@ -137,8 +125,8 @@ class Script:
         if isinstance(behind, ast.Call) and called(behind) in PARTS:
             return  # read on its own
         try:
-            found = self.value(value, 0)
-        except (Unresolved, ArithmeticError, TypeError, ValueError):
+            found = self.value(value)
+        except (TypeError, ValueError, SyntaxError, RecursionError):
             yield Entry(path, cut(ast.unparse(value)), line, interpolated=True)
             return
         if isinstance(found, dict) and found:
@@ -151,37 +139,15 @@ class Script:
         """`node`, or what the script assigns to it if it is a name."""
         return (self.values.get(node.id) if isinstance(node, ast.Name) else None) or node
 
-    def value(self, node: ast.expr, depth: int) -> Any:
-        """The value of `node`. Raises Unresolved if only a run of the script knows it."""
-        if depth > 20:
-            raise Unresolved
+    def value(self, node: ast.expr) -> Any:
+        """The value of a literal, or of a name for one. Raises ValueError and others for what only a run of the script knows."""
         match self.behind(node):
-            case ast.Constant(value=value) if not isinstance(value, bytes | complex):
-                return None if value is ... else value
-            case ast.Name(id=name):
-                raise Unresolved(name)
-            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
-                return [self.value(part, depth + 1) for part in parts]
-            case ast.Dict(keys=keys, values=values):
-                names = [self.value(key, depth + 1) if key else None for key in keys]
-                if None in names:
-                    raise Unresolved
-                parts = [self.value(part, depth + 1) for part in values]
-                return dict(zip(map(str, names), parts, strict=True))
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs):
-                return {str(each.arg): self.value(each.value, depth + 1) for each in pairs}
-            case ast.UnaryOp(op=ast.USub(), operand=inner):
-                return -self.value(inner, depth + 1)
-            case ast.UnaryOp(op=ast.Not(), operand=inner):
-                return not self.value(inner, depth + 1)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-                numbers = self.value(left, depth + 1), self.value(right, depth + 1)
-                if not all(isinstance(each, int | float) for each in numbers):
-                    raise Unresolved
-                return OPERATORS[type(op)](*numbers)
             case ast.Attribute(value=ast.Name(id=base), attr=name) if base in ENUMERATIONS:
                 return name.lower()
-        raise Unresolved
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs):
+                return {str(each.arg): self.value(each.value) for each in pairs}
+            case literal:
+                return ast.literal_eval(literal)
 
     def assigned(self) -> Iterator[Entry]:
         """`model.config.use_cache = …`; and that an adapter may be there, if peft is named."""

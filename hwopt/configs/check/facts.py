@@ -17,15 +17,11 @@ from hwopt.text import listing, nearest, truncate
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the command line says; None: nothing."""
+class Given(Facts):
+    """What the command line says, before the card is looked up."""
 
     card: str | None = None
     profile: str | None = None
-    cores: int | None = None
-    rows: int | None = None
-    parameters: float | None = None
-    max_length: int | None = None
 
 
 def facts_of(view: View, given: Given, inputs: Inputs, own: Card | None = None) -> tuple[Facts, str]:
@@ -34,11 +30,14 @@ def facts_of(view: View, given: Given, inputs: Inputs, own: Card | None = None) 
     The card is that of --card, of --profile, of the profile that is checked (`own`), or of this machine, in this order.
     """
     hardware, source = card_hardware(given, inputs, own)
-    parameters = given.parameters or view.number("parameters")
-    length = given.max_length or int(view.number("max_length") or 0) or None
-    cores = given.cores or (hardware.cpu_cores if hardware.source == "detected" else None)
-    card = None if hardware.device_type == "cpu" else hardware
-    return Facts(card, cores, given.rows, parameters, length), source
+    facts = replace(
+        given,
+        hardware=None if hardware.device_type == "cpu" else hardware,
+        cores=given.cores or (hardware.cpu_cores if hardware.source == "detected" else None),
+        parameters=given.parameters or view.number("parameters"),
+        max_length=given.max_length or int(view.number("max_length") or 0) or None,
+    )
+    return facts, source
 
 
 def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardware, str]:
@@ -74,14 +73,10 @@ def profile_of_card(name: str, inputs: Inputs) -> Profile:
     profiles = [inputs.profile(each) for each in inputs.files]
     cards = {match: profile for profile in reversed(profiles) if profile.content.extends is None for match in profile.card.match}
     if name in inputs.files:
-        return replace(inputs.profile(name))
-    plain = squeezed(name)
-    found = [match for match in cards if plain and plain in squeezed(match)]
+        return inputs.profile(name)
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = [match for match in cards if plain and plain in re.sub(r"[^a-z0-9]", "", match.lower())]
     if not found:
         near = nearest(name, cards)
         raise InputError(f"--card {truncate(name)}: no profile has such a card.{near} There are: {listing(sorted(cards), 30)}")
     return cards[min(found, key=len)]
-
-
-def squeezed(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
