@@ -27,22 +27,6 @@ def values(view: View) -> dict[str, Any]:
     return {word: setting.value for word, setting in view.settings.items()}
 
 
-RECOGNISED = {
-    "transformers": "optim: adamw_torch\n",
-    "axolotl": "base_model: m\nlearning_rate: 1e-4\noptimizer: adamw_torch\n",
-    "llama-factory": "model_name_or_path: m\nfinetuning_type: lora\nlearning_rate: 1e-4\n",
-    "accelerate": "compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\n",
-    "deepspeed": '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
-}
-
-
-@pytest.mark.parametrize("tool", RECOGNISED)
-def test_tool_is_recognised_by_its_keys(tool: str) -> None:
-    view = read(RECOGNISED[tool])
-    assert view.tool == tool
-    assert view.recognised_by.split(", ")[0] in RECOGNISED[tool]
-
-
 def test_hydra_tables_are_read_at_any_depth() -> None:
     view = read(
         "defaults:\n  - model: bert\nexperiment:\n  trainer:\n    per_device_train_batch_size: 16\n"
@@ -80,88 +64,77 @@ def test_second_key_for_one_word_is_listed() -> None:
     assert "learning_rate (f:1) says the same thing" in left.reason
 
 
-def test_axolotl_keys() -> None:
-    view = read(
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "axolotl": (
         "base_model: m\nmicro_batch_size: 2\nnum_epochs: 1\nsequence_len: 512\nsample_packing: true\nadapter: lora\n"
         "lora_target_linear: true\nflash_attention: true\nval_set_size: 0.1\n"
-        "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n"
-    )
-    assert values(view) == {
-        "model_name_or_path": "m",
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 1,
-        "max_length": 512,
-        "packing": True,
-        "use_peft": True,
-        "lora_target_modules": "all-linear",
-        "attn_implementation": "flash_attention_2",
-        "eval_fraction": 0.1,
-        "train_file": "d",
-        "task": "causal-lm",
-    }
-    assert [each.key for each in view.unread] == ["datasets.0.type", "datasets.1.path"]
-
-
-def test_axolotl_preference_training_is_no_causal_lm() -> None:
-    assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
-
-
-def test_llama_factory_keys() -> None:
-    view = read(
+        "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n",
+        {
+            "model_name_or_path": "m",
+            "per_device_train_batch_size": 2,
+            "num_train_epochs": 1,
+            "max_length": 512,
+            "packing": True,
+            "use_peft": True,
+            "lora_target_modules": "all-linear",
+            "attn_implementation": "flash_attention_2",
+            "eval_fraction": 0.1,
+            "train_file": "d",
+            "task": "causal-lm",
+        },
+    ),
+    "llama-factory": (
         "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\nlora_rank: 8\nquantization_bit: 4\n"
-        "cutoff_len: 1024\nflash_attn: fa2\ndataset: a,b\nval_size: 0.1\nper_device_train_batch_size: 1\n"
-    )
-    assert values(view) == {
-        "model_name_or_path": "m",
-        "task": "causal-lm",
-        "use_peft": True,
-        "lora_target_modules": "all-linear",
-        "lora_r": 8,
-        "load_in_4bit": True,
-        "max_length": 1024,
-        "attn_implementation": "flash_attention_2",
-        "train_file": "a",
-        "eval_fraction": 0.1,
-        "per_device_train_batch_size": 1,
-    }
+        "flash_attn: fa2\ndataset: a,b\n",
+        {
+            "model_name_or_path": "m",
+            "task": "causal-lm",
+            "use_peft": True,
+            "lora_target_modules": "all-linear",
+            "lora_r": 8,
+            "load_in_4bit": True,
+            "attn_implementation": "flash_attention_2",
+            "train_file": "a",
+        },
+    ),
+    "deepspeed": (
+        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": true},'
+        '"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
+        '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}',
+        {
+            "effective_batch_size": 64,
+            "per_device_train_batch_size": 8,
+            "max_grad_norm": 1.0,
+            "bf16": True,
+            "optim": "adamw_torch",
+            "learning_rate": 3e-5,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "zero_stage": 3,
+            "zero_offload": "parameters",
+        },
+    ),
+    "accelerate": (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nmixed_precision: 'no'\nnum_processes: 4\ngpu_ids: all\n",
+        {"distributed_type": "FSDP", "mixed_precision": "no", "num_processes": 4, "fsdp": "FSDP"},
+    ),
+    "transformers": ("optim: adamw_torch\n", {"optim": "adamw_torch"}),
+}
+
+
+@pytest.mark.parametrize("tool", DIALECTS)
+def test_tool_is_recognised_and_its_keys_are_read(tool: str) -> None:
+    text, expected = DIALECTS[tool]
+    view = read(text)
+    assert view.tool == tool
+    assert view.recognised_by.split(", ")[0] in text
+    assert values(view) == expected
+
+
+def test_what_a_dialect_does_not_take_over_is_listed() -> None:
+    assert [each.key for each in read(DIALECTS["axolotl"][0]).unread] == ["datasets.0.type", "datasets.1.path"]
+    assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
     assert read("stage: dpo\nfinetuning_type: freeze\nlora_target: q\n").unread[0].reason.startswith("hwopt has supervised")
-
-
-def test_deepspeed_keys() -> None:
-    view = read(
-        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,'
-        '"gradient_clipping": 1.0,'
-        '"bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
-        '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}'
-    )
-    assert values(view) == {
-        "effective_batch_size": 64,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "max_grad_norm": 1.0,
-        "bf16": True,
-        "optim": "adamw_torch",
-        "learning_rate": 3e-5,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
-        "zero_stage": 3,
-        "zero_offload": "parameters",
-    }
-    assert view.effective_rows == 64
-
-
-def test_accelerate_keys() -> None:
-    view = read(
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nmixed_precision: 'no'\nnum_processes: 4\n"
-        "gpu_ids: all\nuse_cpu: false\n"
-    )
-    assert values(view) == {
-        "distributed_type": "FSDP",
-        "mixed_precision": "no",
-        "num_processes": 4,
-        "use_cpu": False,
-        "fsdp": "FSDP",
-    }
 
 
 def test_unknown_file_is_refused_with_its_keys() -> None:

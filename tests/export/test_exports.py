@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,7 +60,6 @@ def refuse(environment: Mapping[str, str], plan: Plan) -> None:
 
 PLANS: list[dict[str, Any]] = [
     {},
-    {"world_size": 2, "precision": {"dtype": "bf16"}},
     {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}},
     {"world_size": 1, "zero": {"stage": 3, "offload": "parameters"}, "max_grad_norm": 0.0},
     {"world_size": 4, "zero": {"stage": 2, "offload": "optimizer"}, "precision": {"dtype": "fp16"}, "hardware": GPU},
@@ -382,14 +380,3 @@ def test_export_refuses_bad_input(
     found = capsys.readouterr()
     assert message in " ".join(found.err.replace("│", " ").split())
     assert not found.out
-
-
-def test_export_error_shows_why_the_plan_has_no_deepspeed(tmp_path: Path) -> None:
-    plan = planned(tmp_path, zero=ZERO)
-    skipped = replace(
-        plan,
-        recipe=Recipe(),
-        entries=tuple(replace(e, decision="skip", reason="not here") if e.name == "zero" else e for e in plan.entries),
-    )
-    with pytest.raises(InputError, match="plugin 'zero' .* is skipped: not here"):
-        exported(skipped, "deepspeed")

@@ -12,7 +12,10 @@ import pytest
 
 from hwopt.configs.check import Facts, Finding, View, rule
 from hwopt.configs.check.checker import RULE_GROUP, check, installed_rules
+from hwopt.configs.recognise import view_of
+from hwopt.configs.source_file import from_yaml
 from hwopt.errors import PluginError
+from hwopt.planning.inputs import Inputs
 
 
 @rule("seed-zero", "information", source="a test", words=("seed",))
@@ -36,44 +39,37 @@ def entry(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> EntryPoi
     return EntryPoint(name, f"{module.__name__}:value", RULE_GROUP)
 
 
-def view_of(text: str) -> View:
-    from hwopt.configs.recognise import view_of as made
-    from hwopt.configs.source_file import from_yaml
-    from hwopt.planning.inputs import Inputs
-
-    return made(from_yaml(text, "config.yaml", "YAML"), Inputs())
+def view(text: str) -> View:
+    return view_of(from_yaml(text, "config.yaml", "YAML"), Inputs())
 
 
 def test_third_party_rule_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = installed_rules([entry("mine", seed_zero, monkeypatch)])
-    report = check(view_of("training:\n  seed: 0\n"), Facts(), rules)
-    (found,) = report.findings
-    assert (found.rule, found.place, found.key, found.fix) == (
-        "seed-zero",
-        "config.yaml:2",
-        "training.seed",
-        "training.seed: 1",
-    )
-    assert not check(view_of("seed: 3\n"), Facts(), rules).findings
+    (found,) = check(view("training:\n  seed: 0\n"), Facts(), rules).findings
+    assert (found.rule, found.place, found.key) == ("seed-zero", "config.yaml:2", "training.seed")
+    assert found.fix == "training.seed: 1"
+    assert not check(view("seed: 3\n"), Facts(), rules).findings
 
 
 def test_rule_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = installed_rules([entry("mine", [broken], monkeypatch)])
     with pytest.raises(PluginError, match="rule 'broken': .* raised KeyError"):
-        check(view_of("seed: 0\n"), Facts(), rules)
+        check(view("seed: 0\n"), Facts(), rules)
 
 
-def test_two_rules_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(seed_zero, level="error")
-    entries = [entry("one", seed_zero, monkeypatch), entry("two", other, monkeypatch)]
-    with pytest.raises(PluginError, match=r"registered by .*one.* and again by .*two"):
-        installed_rules(entries)
-
-
-@pytest.mark.parametrize("value", [3, [seed_zero, "x"], "text"])
-def test_what_is_no_rule_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PluginError, match=r"expected a hwopt\.configs\.check\.Rule"):
-        installed_rules([entry("mine", value, monkeypatch)])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([seed_zero, replace(seed_zero, level="error")], r"registered by .*entry0.* and again by .*entry1"),
+        ([3], r"expected a hwopt\.configs\.check\.Rule"),
+        ([[seed_zero, "x"]], r"expected a hwopt\.configs\.check\.Rule"),
+    ],
+)
+def test_what_is_not_one_rule_of_each_name_is_refused(
+    values: list[object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PluginError, match=message):
+        installed_rules([entry(f"entry{number}", value, monkeypatch) for number, value in enumerate(values)])
 
 
 def test_rule_that_cannot_be_imported_is_named() -> None:
