@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hwopt.config.aliases import job_key, plugin_aliases
+from hwopt.config.job import JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.configs.source_file import Entry, SourceFile
 from hwopt.configs.view import ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS
-from hwopt.errors import HwoptError
-from hwopt.planning.inputs import Inputs
-from hwopt.plugin.registry import Registry
 
 JOB_WORDS = {key: word for word in ARGUMENTS if (key := job_key(word))}
 """(table, key) of a job -> its word."""
@@ -27,15 +24,11 @@ Found = dict[str, tuple[Any, tuple[str, ...]]]
 """Word -> its value and the key that gives it."""
 
 
-def read_profile(source: SourceFile, inputs: Inputs) -> View:
-    """The view of a profile with its parents. Raises InputError with all problems of the file."""
-    return profile_view(inputs.profile(source.name), source, inputs.registry)
-
-
-def profile_view(profile: Profile, source: SourceFile, registry: Registry) -> View:
+def profile_view(profile: Profile, source: SourceFile) -> View:
+    """The view of a profile with its parents."""
     content = profile.content
     tables = {"data": content.data, "tuned_for": content.tuned_for}
-    found = dict(words_of_options(dict(profile.plugin_tables()), registry))
+    found = dict(words_of_options(dict(profile.plugin_tables())))
     found |= {word: (getattr(content.training, word), ("training", word)) for word in content.training.model_fields_set}
     found["summary"] = (content.summary, ("summary",))
     for word, table in (("max_length", "tuned_for"), ("max_length", "data"), ("parameters", "tuned_for")):
@@ -44,10 +37,7 @@ def profile_view(profile: Profile, source: SourceFile, registry: Registry) -> Vi
     return made("hwopt-profile", found, profile.place, source)
 
 
-def read_job(source: SourceFile, inputs: Inputs) -> View:
-    """The view of a job. Raises InputError with all problems of the file."""
-    job = inputs.job(Path(source.name), ())
-    assert job is not None  # a path is given
+def job_view(job: JobFile, source: SourceFile) -> View:
     tables = job.job.model_dump(exclude_unset=True, exclude_none=True)
     keys = {**{("training", word): word for word in tables.get("training", {})}, **JOB_WORDS}
     found: Found = {
@@ -55,7 +45,7 @@ def read_job(source: SourceFile, inputs: Inputs) -> View:
     }
     if job.plugins is not None:
         given = {name: table for name, table in job.plugins.data["plugins"].items() if table.get("enabled", True)}
-        found |= dict(words_of_options(given, inputs.registry))
+        found |= dict(words_of_options(given))
     return made("hwopt-job", found, job.place, source)
 
 
@@ -69,9 +59,7 @@ def made(tool: Tool, found: Found, place: Callable[..., str], source: SourceFile
     return view
 
 
-def words_of_options(
-    tables: Mapping[str, Mapping[str, Any]], registry: Registry
-) -> Iterator[tuple[str, tuple[Any, tuple[str, ...]]]]:
+def words_of_options(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, tuple[Any, tuple[str, ...]]]]:
     """Word -> (value, key), for each word of the vocabulary that a plugin declares for an option of its table."""
     for word, alias in plugin_aliases().items():
         found = ALIAS.fullmatch(alias)
@@ -83,16 +71,8 @@ def words_of_options(
             yield word, (True, ("plugins", name))
         elif constant is None and option in table:
             yield word, (table[option], ("plugins", name, option))
-        elif constant is not None and repr(options(name, table, registry).get(option)) == constant:
+        elif constant is not None and repr(table.get(option)) == constant:
             yield word, (True, ("plugins", name, option))
-
-
-def options(name: str, table: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """The options of a plugin's table with its defaults; the table itself if it is not valid, which `hwopt plan` reports."""
-    try:
-        return dict(registry.plugin(name).Options.model_validate(table, strict=False).model_dump())
-    except (HwoptError, ValueError):
-        return dict(table)
 
 
 def spelled(aliases: Mapping[str, str], word: str) -> str:

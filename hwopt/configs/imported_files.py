@@ -24,15 +24,8 @@ from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import path_kind
 from hwopt.text import cut, truncate
 
-BERT_BASE = {
-    "model_type": "bert",
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-}
+BERT_BASE = {"model_type": "bert"}
+"""The defaults of transformers' BertConfig are BERT-base."""
 NO_MODEL = 'The file names no model. This is BERT-base with random weights, to plan with: give name = "…" before a run'
 NO_DATA = "The file names no data: give a file or a hub name before a run"
 JOB_TABLES = ("model", "task", "data", "training")

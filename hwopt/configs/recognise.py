@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hwopt.config.aliases import SYNONYMS
 from hwopt.config.toml import MAX_BYTES, decoded
-from hwopt.configs import hwopt_files
 from hwopt.configs.dialects import DIALECTS
+from hwopt.configs.hwopt_files import job_view, profile_view
 from hwopt.configs.python_file import from_python
 from hwopt.configs.source_file import Entry, SourceFile, from_json, from_toml, from_yaml
 from hwopt.configs.view import TOOL_NAMES, Tool, View
@@ -47,7 +47,11 @@ def read_view(path: Path, inputs: Inputs) -> View:
 
 def view_of(source: SourceFile, inputs: Inputs) -> View:
     if source.language == "TOML":
-        return hwopt_view(source, inputs)
+        if hwopt_tool(source) == "hwopt-profile":
+            return profile_view(inputs.profile(source.name), source)
+        job = inputs.job(Path(source.name), ())
+        assert job is not None  # a path is given
+        return job_view(job, source)
     if source.language == "Python":
         return trainer_view(source, listing(source.calls, 4))
     dialect = max(DIALECTS, key=lambda each: len(source.top & each.telling))
@@ -62,21 +66,16 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
     )
 
 
-def hwopt_view(source: SourceFile, inputs: Inputs) -> View:
-    kind = hwopt_tool(source)
-    if kind is None:
-        raise InputError(
-            f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
-            "hwopt reads configurations of other tools as YAML or JSON"
-        )
-    return hwopt_files.read_job(source, inputs) if kind == "hwopt-job" else hwopt_files.read_profile(source, inputs)
-
-
-def hwopt_tool(source: SourceFile) -> Tool | None:
-    """Whether a TOML file is a profile or a job of hwopt, by its tables; None: neither."""
+def hwopt_tool(source: SourceFile) -> Tool:
+    """Whether a TOML file is a profile or a job of hwopt, by its tables. Raises InputError for other files."""
     if source.top & {"model", "data"} and not source.top & {"card", "tuned_for"}:
         return "hwopt-job"
-    return "hwopt-profile" if source.top & {"plugins", "card", "tuned_for", "extends"} else None
+    if source.top & {"plugins", "card", "tuned_for", "extends"}:
+        return "hwopt-profile"
+    raise InputError(
+        f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
+        "hwopt reads configurations of other tools as YAML or JSON"
+    )
 
 
 def trainer_view(source: SourceFile, recognised_by: str) -> View:

@@ -5,9 +5,8 @@ Options of plugins come from the plugins (`Plugin.aliases`); keys of jobs from `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
 from typing import Any, Literal
 
 from hwopt.config.aliases import INSTEAD, plugin_aliases
@@ -79,17 +78,10 @@ def translate(view: View, registry: Registry) -> Translation:
         elif result is not None:
             found.taken.append(Taken(setting, *result))
     options.settle(found)
-    order = in_order(options.accepted, registry)
+    order = list(options.accepted)  # a plan sorts the plugins itself
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
     found.left += view.unread
     return found
-
-
-def in_order(names: Iterable[str], registry: Registry) -> list[str]:
-    """The plugins `names`, each behind those that its class names in `after`."""
-    given = list(names)
-    before = {name: [other for other in registry.plugin(name).relations.after if other in given] for name in given}
-    return list(TopologicalSorter(before).static_order())
 
 
 def job_problem(key: tuple[str, str], value: Any) -> str:

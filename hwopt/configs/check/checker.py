@@ -91,10 +91,10 @@ def check_file(path: Path, given: Given, inputs: Inputs | None = None) -> CheckR
         if view.tool == "hwopt-job" and given.profile is not None:
             view = over_profile(view, path, given.profile, inputs)
     except InputError as error:
-        if source.language == "TOML" and (tool := hwopt_tool(source)):
-            findings = tuple(map(problem, str(error).splitlines()))
-            return CheckReport(source.name, TOOL_NAMES[tool], "its tables", "", findings)
-        raise
+        if source.language != "TOML":
+            raise
+        findings = tuple(map(problem, str(error).splitlines()))
+        return CheckReport(source.name, TOOL_NAMES[hwopt_tool(source)], "its tables", "", findings)
     facts, card_text = facts_of(view, given, inputs, card)
     return check(view, facts, installed_rules(), card_text)
 
@@ -106,7 +106,7 @@ def over_profile(view: View, path: Path, name: str, inputs: Inputs) -> View:
     """
     profile = inputs.profile(name, (), inputs.job(path, ()))
     given_options(profile, inputs.registry)
-    merged = profile_view(profile, SourceFile(name, "TOML", ()), inputs.registry).settings
+    merged = profile_view(profile, SourceFile(name, "TOML", ())).settings
     merged.pop("parameters", None)
     own = {word: setting for word, setting in view.settings.items() if word not in merged or setting.key.startswith("training.")}
     return replace(view, settings={**merged, **own})

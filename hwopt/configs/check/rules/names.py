@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
-from hwopt.configs.source_file import Entry
-from hwopt.configs.view import View
+from hwopt.configs.view import ConfigSetting, View
 from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
 from hwopt.text import truncate
 
@@ -15,8 +14,12 @@ ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
 
-def about(entry: Entry, what: str, why: str, fix: str = "") -> Finding:
+def about(entry: ConfigSetting, what: str, why: str, fix: str = "") -> Finding:
     return Finding("", what, why, fix, place=entry.place, key=entry.key)
+
+
+def shown(entry: ConfigSetting) -> str:
+    return f"{entry.key} = {truncate(entry.value)}"
 
 
 @rule("former-name", "warning", source="release notes of transformers", tools=TRANSFORMERS)
@@ -55,16 +58,16 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
 def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A value of the wrong type, such as text behind a number."""
     for each in view.unread_as("unreadable"):
-        what = f"{each.key} = {truncate(each.value)}: {each.reason}"
-        yield about(each, what, "The trainer stops, or reads a text.", "correct the value")
+        why = "The trainer stops, or reads a text."
+        yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
 def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that the file gives twice; the last one counts."""
     for each in view.unread_as("replaced"):
-        what = f"{each.key} = {truncate(each.value)} is replaced by a later line."
-        yield about(each, what, "The last one counts, without a message.", "remove one of the two")
+        why = "The last one counts, without a message."
+        yield about(each, f"{shown(each)} is replaced by a later line.", why, "remove one of the two")
 
 
 @rule("interpolation", "information", source="Hydra and OmegaConf; names of a script")
@@ -72,5 +75,5 @@ def interpolation(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that refers to another one, which no rule can read."""
     for each in view.unread_as("interpolation"):
         if each.word != "use_peft":  # known from an import, not a line that the user could change
-            what = f"{each.key} = {truncate(each.value)} is not resolved, and not checked."
-            yield about(each, what, "Only the program that reads the file knows the value.")
+            why = "Only the program that reads the file knows the value."
+            yield about(each, f"{shown(each)} is not resolved, and not checked.", why)
