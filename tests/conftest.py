@@ -20,11 +20,14 @@ if not (ON_CARD := described_machine.on_card()):
     described_machine.install(guarded=True)  # before the first import of hwopt
 
 from hwopt.cli.options import NOISY
+from hwopt.memory.trace import tracing_process
 from hwopt.system import signals
 
 settings.register_profile("fast", deadline=None, max_examples=30, derandomize=True, print_blob=True)
 settings.register_profile("soak", deadline=None, max_examples=400)
 settings.load_profile("fast")  # --hypothesis-profile=soak replaces it
+
+tracing_process.IDLE_SECONDS = 3600.0  # tests that trace are far apart, and the server's imports take seconds
 
 for _name in NOISY:
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """A process that imports libraries once and runs each request in a fork of its own: used to trace plans and to run trials.
 
 `ForkServer("a.module")` starts a new interpreter, which calls `a.module.serve(descriptor,
-parent)`; that calls `serve` here. It does not import the caller's `__main__`, so it works from a
+parent, *arguments)`; that calls `serve` here. It does not import the caller's `__main__`, so it works from a
 notebook and from a script without a guard. A request and its answer are bytes. A fork that
 crashes, or is killed at its time limit, ends alone; the server and the next requests go on.
 
@@ -45,7 +45,7 @@ BLOCKED_FACTOR = 10
 """A request that uses no CPU is killed after so many times its limit of CPU time."""
 START_UP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module(sys.argv[2]).serve(int(sys.argv[3]), int(sys.argv[4]))"
+    "importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"
 )
 
 
@@ -64,14 +64,15 @@ class ServerEnded(Exception):
 class ForkServer(AbstractContextManager["ForkServer"]):
     """A running server of `program`, and the connection to it. `environment` is set on top of that of this process."""
 
-    def __init__(self, program: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, program: str, environment: dict[str, str] | None = None, *arguments: float) -> None:
         own, theirs = socketpair()
         # the kernel ends the server when the thread that started it ends, so only for the main thread
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
+            given = json.dumps([theirs.fileno(), parent, *arguments])
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START_UP, json.dumps(sys.path), program, str(theirs.fileno()), str(parent)],
+                [sys.executable, "-c", START_UP, json.dumps(sys.path), program, given],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

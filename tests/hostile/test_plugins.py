@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cases import named
@@ -51,12 +51,19 @@ class ThirdParty(Plugin):
         return Evidence.active("it is there")
 
 
+class Distribution(NamedTuple):
+    """A distribution that is not installed."""
+
+    name: str = "third-party-tools"
+    version: str = "1.2"
+
+
 class ThirdPartyEntryPoint(EntryPoint):
     """An entry point of a distribution that is not installed."""
 
     @property
     def dist(self) -> Any:  # type: ignore[override]
-        return types.SimpleNamespace(name="third-party-tools", version="1.2")
+        return Distribution()
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.system import fork_server
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 WAIT_SECONDS = 120.0
@@ -119,8 +118,7 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracing_process.close()
-    idle = "import hwopt.memory.trace.tracing_server as s; s.IDLE_SECONDS = 0.1; "
-    monkeypatch.setattr(fork_server, "START_UP", idle + fork_server.START_UP)
+    monkeypatch.setattr(tracing_process, "IDLE_SECONDS", 0.1)
     plan = plan_of(tmp_path)
     before = trace(plan)
     assert server().wait(WAIT_SECONDS) == 0

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 600.0
 """The most CPU time of a request, of all its processes together."""
+IDLE_SECONDS = 60.0
+"""The server ends when no request comes for so long."""
 
 
 class NotTraceable(Exception):
@@ -138,7 +140,7 @@ def running_server() -> ForkServer:
     if _running is None or not _running.usable:
         close()
         atexit.register(close)
-        _running = ForkServer("hwopt.memory.trace.tracing_server", {"CUDA_VISIBLE_DEVICES": ""})
+        _running = ForkServer("hwopt.memory.trace.tracing_server", {"CUDA_VISIBLE_DEVICES": ""}, IDLE_SECONDS)
     return _running
 
 

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
     Shapes = tuple[tuple[str, Shape], ...]
 
-IDLE_SECONDS = 60.0
 OFTEN_USED = ("peft", "bitsandbytes")
 """Packages that many plugins import. The server imports them while it waits for its first request."""
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Serve the connection on the file `descriptor`. End with the process `parent`, if it is not 0."""
-    fork_server.serve(descriptor, parent, prepare, answer, import_modules, IDLE_SECONDS)
+def serve(descriptor: int, parent: int, idle_s: float) -> None:
+    """Serve the connection on the file `descriptor`. End with the process `parent`, if it is not 0, or after `idle_s` seconds."""
+    fork_server.serve(descriptor, parent, prepare, answer, import_modules, idle_s)
 
 
 def prepare(connection: Connection) -> None:

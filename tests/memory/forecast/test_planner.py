@@ -38,7 +38,7 @@ from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profil
 BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "hidden_dropout_prob": 0.1}
 GEMMA = {
     "model_type": "gemma3_text",
-    "vocab_size": 262_144,
+    "vocab_size": 32_768,
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "head_dim": 8,
