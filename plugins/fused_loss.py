@@ -279,10 +279,10 @@ class FusedLoss(Plugin):
             return Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
         liger = liger_capability(context)
         if liger and options.backend != "torch" and options.chunks == "auto":
-            return Decision.apply(liger.reason, self.Options(backend="liger"))
+            return Decision.apply(liger.reason, options.model_copy(update={"backend": "liger"}))
         automatic = min(default_chunks(model.vocab_size, model.hidden_size), MAX_CHUNKS)
         chunks = automatic if options.chunks == "auto" else options.chunks
-        to = self.Options(backend="torch", chunks=chunks)
+        to = options.model_copy(update={"backend": "torch", "chunks": chunks})
         what = f"logits over {model.vocab_size:,} tokens in {chunks} chunks per micro-batch"
         if options.backend == "liger":
             return Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")

@@ -104,7 +104,7 @@ class Sdpa(Plugin):
             reasons.append(f"flash: on a CPU it needs attention dropout 0 in training, found {context.model.attention_dropout:g}")
         text = f"{', '.join(kept)} in this order"
         if reasons:
-            return Decision.fallback(self.Options(prefer=kept), f"{'; '.join(reasons)}; takes {text}")
+            return Decision.fallback(self.options.model_copy(update={"prefer": kept}), f"{'; '.join(reasons)}; takes {text}")
         return Decision.apply(text)
 
     def apply(self, recipe: Recipe, context: Context) -> None:

@@ -162,21 +162,15 @@ class Job(Table):
     @model_validator(mode="after")
     def _of_task(self) -> Job:
         chosen = task_class(self.task.kind)
-        for key in SPECIAL_KEYS:
-            table, name = key.split(".")
-            given = getattr(self, table)
-            if key not in chosen.facts.keys and getattr(given, name) != type(given).model_fields[name].default:
-                owners = [kind for kind in task_kinds() if key in task_facts(kind).keys]
+        tables = {"data": self.data, "task": self.task}
+        given = {f"{name}.{key}" for name, table in tables.items() for key in table.model_dump(exclude_defaults=True)}
+        for key in sorted(given - chosen.facts.keys):
+            if owners := [kind for kind in task_kinds() if key in task_facts(kind).keys]:
                 raise ValueError(f"{key} belongs to task.kind = {listing([repr(kind) for kind in owners])}")
         chosen.check_job(self)
         return self
 
 
-SPECIAL_KEYS = (
-    *("data.prompt", "data.completion", "data.messages", "data.chat_template", "data.assistant_turns", "data.sample_prompts"),
-    *("data.label_delimiter", "data.max_target_length", "data.image", "data.augmentation", "task.class_weights", "task.rouge"),
-)
-"""Keys that only some tasks read; `TaskFacts.keys` names those of a task."""
 TABLES = tuple(Job.model_fields)
 
 

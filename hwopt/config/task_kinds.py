@@ -37,7 +37,7 @@ class TaskFacts:
     adapter: str = "SEQ_CLS"
     """The TaskType of peft."""
     keys: frozenset[str] = frozenset()
-    """The keys of SPECIAL_KEYS in hwopt.config.job that the task reads."""
+    """Keys of [data] and [task] that only some tasks read, and this one does: "data.prompt"."""
 
 
 @cache

@@ -74,15 +74,15 @@ def refuse_contradictions(
         if given.lower() not in NEUTRAL and not agree(given, value):
             option = option_for(word)
             instead = f", or set {option}" if option != word else ""
-            what = f"{name}={given} contradicts the plan, in which it is {spelled(value)}."
+            what = f"{name}={given} contradicts the plan, in which it is {normalized(value)}."
             problems.add(f"{what} Leave it out of the launcher{instead}.")
     for name, value in (planned or {}).items():
         given = environment.get(name, "").strip()
         if given and isinstance(value, Mapping):
-            for problem in differences(given, value):
+            for problem in contradictions(given, value):
                 problems.add(f"{name}={problem} {AGAIN} deepspeed")
         elif given and given.lower() != FSDP_DEFAULTS.get(name) and not agree(given, value):
-            problems.add(f"{name}={given} contradicts the plan, in which it is {spelled(value)}. {AGAIN} accelerate")
+            problems.add(f"{name}={given} contradicts the plan, in which it is {normalized(value)}. {AGAIN} accelerate")
     problems.raise_if_any(InputError)
 
 
@@ -115,7 +115,7 @@ def parent_command() -> list[str]:
         return []
 
 
-def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
+def contradictions(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
     """The values in the JSON file at `path` that differ from `planned`; absent keys and "auto" are accepted."""
     try:
         config = json.loads(read_regular_file(Path(path), MAX_BYTES).decode())
@@ -127,7 +127,7 @@ def differences(path: str, planned: Mapping[str, Any]) -> Iterator[str]:
         return
     for key, value in given.items():
         if value != "auto" and key not in PRINTS_ONLY and not agree(value, known.get(key)):
-            planned_value = f"it is {spelled(known[key])}" if key in known else "this key does not exist"
+            planned_value = f"it is {normalized(known[key])}" if key in known else "this key does not exist"
             yield f"{path}: {key} is {truncate(value)}, which contradicts the plan, in which {planned_value}."
 
 
@@ -143,7 +143,7 @@ def leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 def agree(given: Any, planned: Any) -> bool:
     """Whether both values mean the same in any spelling; off and zero equal an absent value."""
-    ours, theirs = spelled(planned), spelled(given)
+    ours, theirs = normalized(planned), normalized(given)
     if ours == theirs or (planned is None and not given):
         return True
     try:
@@ -152,5 +152,5 @@ def agree(given: Any, planned: Any) -> bool:
         return False
 
 
-def spelled(value: Any) -> str:
+def normalized(value: Any) -> str:
     return "none" if value is None else str(value).strip().lower()

@@ -18,7 +18,7 @@ import accelerate
 import torch
 from torch.utils.data import DataLoader
 
-from hwopt.hosts.collated import Batch, MicroBatch
+from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.torch import Session, planned
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_session = Session(found, model, self.hwopt_additive, listener, self.process_index)
         return self.hwopt_session
 
-    def micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` by length: `accelerator.backward(model(**micro.inputs).loss * micro.weight)` for each."""
         assert self.hwopt_session is not None, "prepare() comes first"
         return self.hwopt_session.micro_batches(batch)

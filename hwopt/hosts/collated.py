@@ -35,7 +35,7 @@ HALVES = ("input_ids", "attention_mask", "completion_mask")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class CollatedPart:
     inputs: dict[str, Any]
     weight: float
     """What its loss is multiplied by, so that the losses of a step add up to those of its batches."""
@@ -95,7 +95,7 @@ def micro_batches(
     pad_id: int | None = None,
     shifted: bool = False,
     pairs: bool = False,
-) -> list[MicroBatch]:
+) -> list[CollatedPart]:
     """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
 
     `shifted`: the label of a row's first column does not count, as in a causal language model. `pad_id`: the token
@@ -106,11 +106,11 @@ def micro_batches(
     if pairs:
         parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id)
         return [replace(part, inputs=as_halves(part.inputs)) for part in parts]
-    found: list[MicroBatch] = []
+    found: list[CollatedPart] = []
     for batch, mean_over in units(batches, law, pad_id):
         count = rows_of(batch)
         if count is None:
-            found.append(MicroBatch(dict(batch), 1.0, (width_of(batch),)))
+            found.append(CollatedPart(dict(batch), 1.0, (width_of(batch),)))
             continue
         lengths = lengths_of(batch)
         total = labels_in(batch, shifted) if law == "labels" else mean_over
@@ -118,7 +118,7 @@ def micro_batches(
             inputs = sliced(batch, list(group), max(lengths[row] for row in group))
             part = labels_in(inputs, shifted) if law == "labels" else len(group)
             weight = 1.0 if law == "sum" else part / max(1, total)
-            found.append(MicroBatch(inputs, weight, tuple(lengths[row] for row in group)))
+            found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group)))
     return found
 
 
@@ -142,7 +142,7 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int | None) -> Iterable[tu
         and all(map(can_be_padded, batches))
         and len({frozenset((key, value.shape[1:-1]) for key, value in batch.items()) for batch in batches}) == 1
     ):
-        yield joined(batches, pad_id), rows_of(batches[0]) or 1
+        yield concatenated(batches, pad_id), rows_of(batches[0]) or 1
         return
     for batch in batches:
         yield batch, rows_of(batch) or 1
@@ -177,7 +177,7 @@ def first_rows(batch: Batch, rows: int, pairs: bool = False) -> Batch:
     return {key: value[:rows] for key, value in batch.items()}
 
 
-def joined(batches: Sequence[Batch], pad_id: int | None) -> Batch:
+def concatenated(batches: Sequence[Batch], pad_id: int | None) -> Batch:
     """The rows of all `batches`, padded to the widest."""
     found = {}
     for key in batches[0]:

@@ -112,7 +112,7 @@ def plan_for(
         hardware,
         job,
         inputs.registry,
-        facts_of(model),
+        facts_of_model(model),
         detect_software(),
         world_size=script.world_size,
         strict=strict,
@@ -142,7 +142,7 @@ def transformers_model(model: Any) -> Any:
     return next((module for module in inside if isinstance(module, PreTrainedModel)), model)
 
 
-def facts_of(model: Any) -> ModelFacts:
+def facts_of_model(model: Any) -> ModelFacts:
     """The facts of a model of transformers, or of its config; of another module only what it shows itself."""
     import torch
 

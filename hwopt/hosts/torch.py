@@ -26,7 +26,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import LAWS, shifts_labels
-from hwopt.hosts.collated import Batch, MicroBatch, micro_batches, rows_of
+from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_wrapped
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
@@ -50,7 +50,7 @@ class Session:
             self.run.say(line)
         option = found.plan.batch_option("train")
         self.backoff = OomBackoff("Training", option, self.run.warn, last_resorts=last_resorts(self.run))
-        self.parts: list[MicroBatch] = []
+        self.parts: list[CollatedPart] = []
         self.in_step = False
 
     # the objects of the plan
@@ -79,13 +79,13 @@ class Session:
 
     # a step
 
-    def micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` (key -> tensor, one entry a row), by length; each loss is to be multiplied by its `weight`.
 
         The whole batch, with weight 1, if `additive` was not given.
         """
         if not self.additive:
-            parts = [MicroBatch(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
+            parts = [CollatedPart(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
         else:
             cut = self.run.recipe.cut or cut_in_order
             law: Any = self.additive

@@ -16,7 +16,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
-from hwopt.hosts.collated import Batch, MicroBatch, as_pairs, first_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line
@@ -117,7 +117,7 @@ class TrainerStep:
                 f"gradient_accumulation_steps, or set gradient_checkpointing = True ({first_line(error)})"
             ) from error
 
-    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[MicroBatch]:
+    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
         trainer = self.trainer
         tokenizers = (getattr(trainer.data_collator, "tokenizer", None), getattr(trainer, "processing_class", None))
         known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
@@ -153,7 +153,7 @@ class TrainerStep:
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
         return total
 
-    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[MicroBatch], count: Any) -> Any:
+    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
         total: Any = 0.0
         try:
             for number, part in enumerate(parts):
@@ -165,7 +165,7 @@ class TrainerStep:
             self.weight = 1.0
         return total
 
-    def _merge_metrics(self, before: Mapping[str, Any], parts: list[MicroBatch]) -> list[str]:
+    def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:
         """Log for each batch of the step what TRL logged for each micro-batch; `before`: its lists before the step.
 
         Returns the names whose values differ from the unmodified script's: means over tokens, least and greatest values.

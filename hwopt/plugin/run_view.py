@@ -60,7 +60,7 @@ class EngineView(Protocol):
         ...
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> Sequence[str]:
         """The names of `parameters` in the model."""
         ...
 

@@ -39,7 +39,7 @@ class Sheet:
     folded: int | None = None
     """The column that wraps on a terminal; None: no cell wraps."""
 
-    def is_number(self, column: int) -> bool:
+    def is_numeric(self, column: int) -> bool:
         """Whether all cells of a column after the first one are numbers, with or without a unit."""
         return column > 0 and all(row[column][:1].isdigit() or row[column] == ABSENT for row in self.rows)
 

@@ -130,7 +130,7 @@ class Task:
         tokenizer = self.processing(job, config, parts["train"], cache)
         trained = Trained(job, config, tokenizer, named.names, max_positions)
         stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
-        prepared = self.finish(make_prepared(stores, trained), job)
+        prepared = self.with_class_weights(make_prepared(stores, trained), job)
         prepared.notes.extend([*named.notes, *self.notes(parts, trained, prepared)])
         prepared.report_bad_rows(*sources.values())
         return prepared
@@ -176,8 +176,8 @@ class Task:
         """Lines for the screen about the samples of the `parts` train, eval and test."""
         return []
 
-    def finish(self, prepared: Prepared, job: Job) -> Prepared:
-        """`prepared`, with what the task adds."""
+    def with_class_weights(self, prepared: Prepared, job: Job) -> Prepared:
+        """`prepared` with the weight of each class in the training loss, if the task has classes."""
         return prepared
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:

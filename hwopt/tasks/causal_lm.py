@@ -201,7 +201,7 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
             continue
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add(sample, tokens[:-1], labels, "no answer after truncation")
-    return found.finish()
+    return found.arrays()
 
 
 def _token_store(

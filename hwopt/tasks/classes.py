@@ -53,7 +53,7 @@ class Classes(Task):
             found[:0] = [f"the evaluation data has no {self.absent} {listing(absent)}"] if absent else []
         return found
 
-    def finish(self, prepared: Prepared, job: Job) -> Prepared:
+    def with_class_weights(self, prepared: Prepared, job: Job) -> Prepared:
         """`prepared` with the class weights of the job, or with a warning if the classes of samples are imbalanced."""
         labels, names = prepared.train.array("labels"), prepared.label_names or ()
         if job.task.class_weights is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.number_format import is_number
+from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
 from hwopt.errors import DataError, InputError
@@ -89,7 +89,7 @@ def label_order(labels: list[str], classes: list[str] | None, config: Pretrained
         return tuple(own)
     if classes:
         return tuple(name for name in classes if name in found)
-    if all(is_number(label, ".") for label in found):
+    if all(is_decimal(label, ".") for label in found):
         return tuple(sorted(found, key=lambda label: (float(label), label)))
     return tuple(sorted(found))
 

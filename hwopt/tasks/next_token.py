@@ -66,7 +66,7 @@ class SampleArrays:
         self.inputs.append(np.array(tokens[:kept], np.int32))
         self.labels.append(np.array(labels[:kept], np.int64))
 
-    def finish(self) -> tuple[dict[str, Any], Encoded]:
+    def arrays(self) -> tuple[dict[str, Any], Encoded]:
         """(arrays of a token store beside the inputs, tokens). Raises DataError if no sample is left."""
         import numpy as np
 
@@ -118,7 +118,7 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
                 continue
             tokens, labels = prompted(prompt, completion, end)
             found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
-    return found.finish()
+    return found.arrays()
 
 
 def token_loss(

@@ -49,7 +49,7 @@ class Regression(LabelledTexts):
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """A column of fractions beside a text; if the task is chosen, also one of whole numbers."""
-        columns = [name for name in table.column_names if is_number(table, name)]
+        columns = [name for name in table.column_names if is_numeric(table, name)]
         named = [name for name in columns if name.lower() in (*LABELS, *SCORES)]
         found = [name for name in named or columns if chosen or is_fractional(table, name)]
         if not found:
@@ -123,7 +123,7 @@ SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
 """Names of columns with numbers to predict, beside those of labels."""
 
 
-def is_number(table: pa.Table, name: str) -> bool:
+def is_numeric(table: pa.Table, name: str) -> bool:
     """Whether all values of the column are numbers, in one format; empty cells do not count."""
     return table.column_names.count(name) == 1 and bool(numbers_of(table[name].slice(0, EXAMINED).to_pylist()))
 

@@ -84,7 +84,7 @@ class Loop:
                 action = self.steps()
             if action > SAVE:
                 stop(self.run, action, self.checkpoints)
-            return self.finish()
+            return self.write_final()
 
     def restore(self) -> None:
         """Restore the checkpoint that the run resumes from. Nothing is written before: the checkpoint may not fit this run."""
@@ -188,7 +188,7 @@ class Loop:
             self.run.listener.on_log(self.run, row)
             self.telemetry.judge()
 
-    def finish(self) -> Summary:
+    def write_final(self) -> Summary:
         """Write the best weights to `final/` and return the summary."""
         run = self.run
         self.report(self.telemetry.flush())

@@ -65,13 +65,13 @@ def memory_by_kind(run: Run) -> dict[str, float]:
     updated = [p for group in run.optimizer.param_groups for p in group["params"]]
     state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     return {
-        "weights": gib(weights.values()),
-        "gradients": gib(p.grad for p in (*weights.values(), *updated) if p.grad is not None),
-        "optimizer_state": gib(state),
-        "masters": gib(p for p in updated if id(p) not in weights),
+        "weights": gib_of(weights.values()),
+        "gradients": gib_of(p.grad for p in (*weights.values(), *updated) if p.grad is not None),
+        "optimizer_state": gib_of(state),
+        "masters": gib_of(p for p in updated if id(p) not in weights),
     }
 
 
-def gib(tensors: Iterable[Tensor]) -> float:
+def gib_of(tensors: Iterable[Tensor]) -> float:
     """GiB of all `tensors` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GIB

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hwopt.data.batches.step_batch import StepBatch
+from hwopt.distributed.engine import Engine
 from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded
@@ -84,7 +85,7 @@ class Run:
     """The name in the model of each tensor that the optimizer updates, in the optimizer's order."""
     scheduler: Any = None
     scaler: Any = None
-    engine: Any = None
+    engine: Engine = field(init=False)
     train_loader: Any = None
     eval_loader: Any = None
 
@@ -163,8 +164,7 @@ class Run:
         weights: dict[str, Tensor] = self.inner_model.state_dict()
         for step in self.recipe.export_steps:
             weights = step(weights, self)
-        exported: dict[str, Tensor] = self.engine.exported(weights)
-        return exported
+        return self.engine.exported(weights)
 
     def say(self, message: str) -> None:
         """Show a note to the user."""

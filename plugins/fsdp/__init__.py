@@ -48,7 +48,7 @@ def restored_environment() -> Iterator[None]:
         yield
 
 
-def accelerate_plugin(reshard_after_forward: bool) -> Any:
+def fsdp_plugin(reshard_after_forward: bool) -> Any:
     """Accelerate's FSDP settings. `engine.shard_model` adds layers and precision after the model is loaded."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -64,16 +64,16 @@ def accelerate_plugin(reshard_after_forward: bool) -> Any:
     )
 
 
-def make_engine(reduce: str, run: RunView) -> Any:
+def fsdp_engine(reduce: str, run: RunView) -> Any:
     from hwopt_plugins.fsdp.engine import FsdpEngine
 
     return FsdpEngine(run, reduce=reduce)
 
 
 def make_stand_in(reshard_after_forward: bool, run: RunView) -> Any:
-    from hwopt_plugins.fsdp.stand_in import StandIn
+    from hwopt_plugins.fsdp.stand_in import FsdpStandIn
 
-    return StandIn(run, reshard_after_forward)
+    return FsdpStandIn(run, reshard_after_forward)
 
 
 class Fsdp(Plugin):
@@ -113,8 +113,8 @@ class Fsdp(Plugin):
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.process.append(restored_environment)
-        recipe.accelerator["fsdp_plugin"] = partial(accelerate_plugin, self.options.reshard_after_forward)
-        recipe.engine = partial(make_engine, self.options.reduce)
+        recipe.accelerator["fsdp_plugin"] = partial(fsdp_plugin, self.options.reshard_after_forward)
+        recipe.engine = partial(fsdp_engine, self.options.reduce)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         part = 1 / context.world_size

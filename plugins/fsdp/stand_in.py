@@ -1,4 +1,4 @@
-"""StandIn: allocates what FSDP allocates on a device, for the memory planner, whose fake tensors cannot run collectives.
+"""FsdpStandIn: allocates what FSDP allocates on a device, for the memory planner, whose fake tensors cannot run collectives.
 
 Tensors have their unsharded size here; `Fsdp.memory` computes the part of a rank.
 """
@@ -15,7 +15,7 @@ from hwopt.plugin import RunView
 from hwopt_plugins.fsdp.engine import DTYPES, layer_classes
 
 
-class StandIn(Engine):
+class FsdpStandIn(Engine):
     """Each module computes with a gathered copy of its parameters. If that is freed after forward, backward gathers it again."""
 
     def __init__(self, run: RunView, reshard_after_forward: bool) -> None:

@@ -230,14 +230,13 @@ class Optimizer(Plugin):
                 break
             refused.append(f"{name}: {capability.reason}")
         else:
-            return Decision.fallback(
-                self.Options(name="adamw_torch"), f"{'; '.join(refused)}; takes adamw_torch, the last candidate"
-            )
+            name = "adamw_torch"
         rounding = self.options.stochastic_rounding is not False if name in TORCHAO_BITS else None
+        update = {"name": name, "stochastic_rounding": rounding} | ({"fallback": ()} if refused else {})
+        to = self.options.model_copy(update=update)
         if refused:
-            to = self.Options(name=name, stochastic_rounding=rounding)
-            return Decision.fallback(to, f"{'; '.join(refused)}; takes {name}")
-        to = self.options.model_copy(update={"stochastic_rounding": rounding})
+            takes = name if capability else f"{name}, the last candidate"
+            return Decision.fallback(to, f"{'; '.join(refused)}; takes {takes}")
         return Decision.apply(f"{name}: {capability.reason}", to)
 
     def apply(self, recipe: Recipe, context: Context) -> None:

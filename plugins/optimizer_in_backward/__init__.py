@@ -40,7 +40,7 @@ from hwopt.plugin import (
 )
 
 
-def make_engine(clip: bool, run: RunView) -> Any:
+def in_backward_engine(clip: bool, run: RunView) -> Any:
     from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
 
     return InBackwardEngine(run, clip=clip)
@@ -100,7 +100,7 @@ class OptimizerInBackward(Plugin):
         return Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.engine = partial(make_engine, self.options.clipping == "parameter")
+        recipe.engine = partial(in_backward_engine, self.options.clipping == "parameter")
         recipe.events.append(InStep())
 
     def memory(self, spec: MemorySpec, context: Context) -> None:

@@ -19,7 +19,7 @@ PER_DOCUMENT = frozenset({"row_labels", "document_rows", "document_offsets"})
 
 
 def arguments_of(pieces: dict[str, Tensor], first_row: int, width: int) -> dict[str, Tensor]:
-    """The arguments of forward: `StepBatch.finish` of packed rows.
+    """The arguments of forward: `StepBatch.arguments` of packed rows.
 
     The mask (rows, 1, width, width) lets a token attend only to tokens of its own document. `document_starts` (documents,)
     are the places of the first tokens in the flattened micro-batch.
@@ -87,7 +87,7 @@ class PackedCollate:
             widths=self.padded.widths,
             samples_per_row=tuple(len(row) for row in rows),
             per_sample=PER_DOCUMENT,
-            finish=arguments_of,
+            arguments=arguments_of,
         )
 
     def buffers(

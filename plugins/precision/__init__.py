@@ -164,7 +164,8 @@ class Precision(Plugin):
         if options.level == "pure" and dtype == "fp16":
             to = options.model_copy(update={"dtype": dtype, "level": "O2"})
             return Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
-        to = self.Options(dtype="fp32") if dtype == "fp32" else options.model_copy(update={"dtype": dtype})
+        unused = {"level": "O1", "full_eval": False} if dtype == "fp32" else {}
+        to = options.model_copy(update={"dtype": dtype} | unused)
         if requested == "auto":
             return Decision.apply(f"{dtype}: {reason}", to)
         return Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")

@@ -12,7 +12,7 @@ BLOCK = 64
 OUTLIER = 6.0
 
 
-class Product(torch.autograd.Function):
+class PackedProduct(torch.autograd.Function):
     """x W^T. Forward unpacks the weight, and backward unpacks it again for the gradient of x."""
 
     @staticmethod
@@ -75,5 +75,5 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype = x.dtype if self.bits == 8 else self.compute_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        result: Tensor = Product.apply(x.to(dtype), self, bias)
+        result: Tensor = PackedProduct.apply(x.to(dtype), self, bias)
         return result if self.bits == 8 else result.to(x.dtype)

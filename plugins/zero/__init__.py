@@ -91,7 +91,7 @@ def engine_config(stage: int, offload: Offload, pin_memory: bool) -> dict[str, A
     }
 
 
-def accelerate_plugin(config: dict[str, Any]) -> Any:
+def deepspeed_plugin(config: dict[str, Any]) -> Any:
     """Accelerate's DeepSpeedPlugin, set so that the model is created without DeepSpeed, with the same random weights as usual."""
     import copy
 
@@ -109,16 +109,16 @@ def gloo_backend() -> Any:
     return InitProcessGroupKwargs(backend="gloo")
 
 
-def make_engine(run: RunView) -> Any:
+def zero_engine(run: RunView) -> Any:
     from hwopt_plugins.zero.engine import ZeroEngine
 
     return ZeroEngine(run)
 
 
 def make_stand_in(run: RunView, **settings: Any) -> Any:
-    from hwopt_plugins.zero.stand_in import StandIn
+    from hwopt_plugins.zero.stand_in import ZeroStandIn
 
-    return StandIn(run, **settings)
+    return ZeroStandIn(run, **settings)
 
 
 class Zero(Plugin):
@@ -169,7 +169,7 @@ class Zero(Plugin):
         if "auto" in (options.stage, options.offload):
             note = "; on one device nothing is sharded, only offload saves memory" if context.world_size == 1 else ""
             found = useful_combinations(options.stage, options.offload, context.world_size)
-            candidates = [self.Options(stage=stage, offload=offload) for stage, offload in found]
+            candidates = [options.model_copy(update={"stage": stage, "offload": offload}) for stage, offload in found]
             if len(candidates) == 1:
                 return Decision.apply(f"the only possible combination{note}", candidates[0])
             return Decision.choose(candidates, f"the cheapest of {len(candidates)} combinations that fits{note}")
@@ -193,11 +193,11 @@ class Zero(Plugin):
         cuda = context.hardware.device_type == "cuda"
         config = engine_config(stage, offload, pin_memory=cuda)
         recipe.process.append(partial(process_group, context.hardware.device_type))
-        recipe.accelerator["deepspeed_plugin"] = partial(accelerate_plugin, config)
+        recipe.accelerator["deepspeed_plugin"] = partial(deepspeed_plugin, config)
         recipe.accelerator["cpu"] = False  # True selects data parallelism; without a GPU the device is the CPU anyway
         if not cuda:
             recipe.accelerator["kwargs_handlers"].append(gloo_backend)
-        recipe.engine = make_engine
+        recipe.engine = zero_engine
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         stage, offload = int(self.options.stage), self.options.offload

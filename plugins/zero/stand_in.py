@@ -1,4 +1,4 @@
-"""StandIn: allocates the same memory on a device as DeepSpeed's ZeRO, which cannot run on the planner's fake tensors."""
+"""ZeroStandIn: allocates the same memory on a device as DeepSpeed's ZeRO, which cannot run on the planner's fake tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hwopt.distributed.engine import Engine
 from hwopt.plugin import RunView
 
 
-class StandIn(Engine):
+class ZeroStandIn(Engine):
     """Backward copies each gradient into this rank's partition. The optimizer updates flat fp32 masters, group by group."""
 
     def __init__(self, run: RunView, *, stage: int, ranks: int, offload: bool, host: bool, bucket: int) -> None:

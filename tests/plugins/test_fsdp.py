@@ -112,13 +112,13 @@ def test_update_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
 def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hwopt_plugins.fsdp import accelerate_plugin, restored_environment
+    from hwopt_plugins.fsdp import fsdp_plugin, restored_environment
 
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
     with restored_environment():
-        settings = accelerate_plugin(True)
+        settings = fsdp_plugin(True)
         assert (settings.fsdp_version, settings.reshard_after_forward) == (2, True)
         assert not isinstance(settings.cpu_offload, CPUOffloadPolicy)
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as Accelerate does

@@ -101,7 +101,7 @@ class StepBatch:
     """Number of samples in each row, if rows hold several; `samples` then has the first sample of each row."""
     per_sample: frozenset[str] = frozenset({"row_labels"})
     """Buffers with an entry for each sample."""
-    finish: Callable[[dict[str, Tensor], int, int], dict[str, Tensor]] | None = None
+    arguments: Callable[[dict[str, Tensor], int, int], dict[str, Tensor]] | None = None
     """(pieces of the buffers, first row, width) -> the arguments of forward; None: the pieces are the arguments."""
     pinned: bool = False
     """Whether the buffers came to the CUDA device from pinned memory."""
@@ -190,6 +190,6 @@ class StepBatch:
             elif key != "attention_mask" or padded:
                 inputs[key] = piece
         assert targets is not None, "a step batch must have labels"
-        if self.finish is not None:
-            inputs = self.finish(inputs, first, width)
+        if self.arguments is not None:
+            inputs = self.arguments(inputs, first, width)
         return MicroBatch(inputs, targets, sum(self.units[first:last]), last, share, self.samples[first])

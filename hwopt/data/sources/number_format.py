@@ -21,7 +21,7 @@ THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+")
 """Also an English number with commas between the thousands."""
 
 
-def is_number(text: str, decimal: Decimal) -> bool:
+def is_decimal(text: str, decimal: Decimal) -> bool:
     """Whether `text` is a number with this decimal separator and without others."""
     if decimal == ",":
         return "." not in text and NUMBER.fullmatch(text.strip().replace(",", ".", 1)) is not None
@@ -30,7 +30,7 @@ def is_number(text: str, decimal: Decimal) -> bool:
 
 def number_of(text: str, decimal: Decimal) -> float:
     """The number that `text` holds. Raises ValueError if it is not a number of this format."""
-    if not is_number(text, decimal):
+    if not is_decimal(text, decimal):
         raise ValueError(f"{truncate(text)} is not a number with a decimal {NAMES[decimal]}")
     return float(text.strip().replace(",", "."))
 
@@ -43,7 +43,7 @@ def wrong_format(text: str, decimal: Decimal) -> str:
     if not OTHER_FORMAT.fullmatch(text.strip()):
         return ""
     other: Decimal = "," if decimal == "." else "."
-    if is_number(text, other):
+    if is_decimal(text, other):
         return f'Set data.decimal = "{other}" if all files of the job have a decimal {NAMES[other]}'
     return "Remove the separators between the thousands"
 
@@ -54,10 +54,10 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
     A column with commas that could all separate thousands is not recognised.
     """
     texts = [value for value in values if isinstance(value, str) and value.strip()]
-    if all(is_number(text, ".") for text in texts):
+    if all(is_decimal(text, ".") for text in texts):
         return "."
     certain = any("," in text and not THOUSANDS.fullmatch(text.strip()) for text in texts)
-    return "," if certain and all(is_number(text, ",") for text in texts) else None
+    return "," if certain and all(is_decimal(text, ",") for text in texts) else None
 
 
 def numbers_of(values: Iterable[Any]) -> list[float] | None:
