@@ -7,7 +7,6 @@ accelerate/commands/config and accelerate/utils/launch.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 import yaml
@@ -31,18 +30,6 @@ DEEPSPEED_VARIABLES = {
 }
 """Key of `deepspeed_config` -> the environment variable that the launcher sets."""
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-
-FSDP_FIELDS = (
-    *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "state_dict_type"),
-    *("use_orig_params", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing", "min_num_params"),
-    "transformer_cls_names_to_wrap",
-)
-"""Fields of Accelerate's plugin that `fsdp_config` has, with "fsdp_" in front."""
-WRAP_POLICIES = {
-    "NoneType": "NO_WRAP",
-    "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
-}
 
 
 def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -103,23 +90,18 @@ def deepspeed_section(plan: Plan) -> dict[str, Any]:
 def fsdp_section(plan: Plan) -> dict[str, Any]:
     plugin = engine_plugin(plan, "fsdp_plugin")
     assert plugin is not None, "only asked for where the plan has FSDP"
-    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
-    name = getattr(policy, "__name__", type(policy).__name__)
-    if name not in WRAP_POLICIES:
+    if plugin.fsdp_version != 2:
         author = plan.recipe.author_of("accelerator['fsdp_plugin']")
-        raise InputError(f"{author}: its auto_wrap_policy {name} is code, which a launcher file cannot hold")
-    found = {f"fsdp_{field.removeprefix('fsdp_')}": plain(getattr(plugin, field, None)) for field in FSDP_FIELDS}
-    found["fsdp_transformer_layer_cls_to_wrap"] = found.pop("fsdp_transformer_cls_names_to_wrap")
-    found["fsdp_auto_wrap_policy"] = WRAP_POLICIES[name]
-    offload = plugin.cpu_offload  # FSDP 1 has a flag, FSDP 2 a policy class
-    found["fsdp_offload_params"] = bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    return ",".join(value) if isinstance(value, list) else value
+        raise InputError(f"{author}: has FSDP {plugin.fsdp_version}; hwopt writes a launcher file for FSDP 2 only")
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": plugin.reshard_after_forward,
+        "fsdp_state_dict_type": plugin.state_dict_type.name,
+        "fsdp_offload_params": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        "fsdp_cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
+        "fsdp_activation_checkpointing": plugin.activation_checkpointing,
+    }
 
 
 def exports_of(plan: Plan) -> dict[str, Any]:
@@ -128,8 +110,7 @@ def exports_of(plan: Plan) -> dict[str, Any]:
         section = deepspeed_section(plan)
         return {variable: section[key] for key, variable in DEEPSPEED_VARIABLES.items()} | {CONFIG_FILE: engine_config(plan)}
     if plan.recipe.accelerator.get("fsdp_plugin") is not None:
-        renamed = {"fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_cls_to_wrap"}
-        return {renamed.get(key, key).upper(): value for key, value in fsdp_section(plan).items()}
+        return {key.upper(): value for key, value in fsdp_section(plan).items()}
     return {}
 
 

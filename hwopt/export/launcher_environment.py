@@ -31,14 +31,9 @@ AGAIN = "Change one of them, or write the file again: hwopt export --to"
 
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
-    "FSDP_SHARDING_STRATEGY": "full_shard",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_FORWARD_PREFETCH": "false",
-    "FSDP_USE_ORIG_PARAMS": "true",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 """What the launcher sets with a bare `--use_fsdp`. For DeepSpeed it sets only what the user gives."""

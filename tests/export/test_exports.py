@@ -8,16 +8,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
 
 from hwopt import api
 from hwopt.cli import run_command
-from hwopt.errors import InputError, PluginError
+from hwopt.errors import InputError
 from hwopt.export.accelerate import FIRST_NODE, exports_of, launcher_config, launcher_yaml
-from hwopt.export.deepspeed import engine_config
+from hwopt.export.deepspeed import engine_config, engine_plugin
 from hwopt.export.files import exported
 from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.hardware.device import described
@@ -142,74 +142,23 @@ def test_exported_json_is_the_config_of_the_engine(tmp_path: Path) -> None:
     assert (expected["train_batch_size"], expected["gradient_clipping"], expected["bf16"]) == (4, 0.5, {"enabled": True})
 
 
-class Spread(Plugin):
-    name = "spread"
-    stage = Stage.DISTRIBUTION
-    _key = "fsdp_plugin"
-    _fields: ClassVar[dict[str, Any]] = {}
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("asked for")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.accelerator[self._key] = self.make
-
-    def make(self) -> Any:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        return FullyShardedDataParallelPlugin(**self._fields)
-
-
-FSDP = [
-    {
-        "fsdp_version": 2,
-        "reshard_after_forward": False,
-        "cpu_offload": True,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": ["BertLayer", "BertEmbeddings"],
-        "cpu_ram_efficient_loading": False,
-        "activation_checkpointing": True,
-    },
-    {
-        "fsdp_version": 1,
-        "sharding_strategy": "SHARD_GRAD_OP",
-        "auto_wrap_policy": "size_based_wrap",
-        "min_num_params": 1000,
-        "backward_prefetch": "BACKWARD_PRE",
-        "use_orig_params": True,
-        "sync_module_states": False,
-        "cpu_ram_efficient_loading": False,
-    },
-]
-
-
-@pytest.fixture
-def spread() -> Registry:
-    registry = Registry()
-    registry.add(Spread)
-    return registry
-
-
-@pytest.mark.parametrize("fields", FSDP)
-def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
-    fields: dict[str, Any], spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerate_reads_the_same_fsdp_settings_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    monkeypatch.setattr(Spread, "_fields", fields)
-    plan = planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU)
+    def sharded(reshard: bool) -> Plan:
+        return planned(tmp_path, fsdp={"reshard_after_forward": reshard}, world_size=2, hardware=GPU)
+
+    plan = sharded(False)
     config = launcher_config(plan)
     assert config["distributed_type"] == "FSDP"
     environment = launcher_environment(config, tmp_path / "fsdp.yaml")
     refuse(environment, plan)
-    monkeypatch.setattr(Spread, "_fields", fields | {"fsdp_version": 2, "reshard_after_forward": True, "sharding_strategy": None})
-    if fields["fsdp_version"] == 2:
-        with pytest.raises(InputError, match="FSDP_RESHARD_AFTER_FORWARD=false .* in which it is true"):
-            refuse(environment, planned(tmp_path, registry=spread, spread={}, world_size=2, hardware=GPU))
-    before = dict(os.environ)
+    with pytest.raises(InputError, match="FSDP_RESHARD_AFTER_FORWARD=false .* in which it is true"):
+        refuse(environment, sharded(True))
+    ours, before = engine_plugin(plan, "fsdp_plugin"), dict(os.environ)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    theirs, ours = FullyShardedDataParallelPlugin(), FullyShardedDataParallelPlugin(**fields)
+    theirs = FullyShardedDataParallelPlugin()
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if name in os.environ and name not in before:
             monkeypatch.delenv(name)  # the second variable was set by Accelerate
@@ -218,19 +167,22 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(
     }
 
 
-def test_export_refuses_settings_that_no_file_can_hold(spread: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def policy(*_: Any) -> bool:
-        return True
+class Megatron(Plugin):
+    name = "megatron"
+    stage = Stage.DISTRIBUTION
 
-    monkeypatch.setattr(Spread, "_fields", {"auto_wrap_policy": policy})
-    with pytest.raises(InputError, match="plugin 'spread'.*auto_wrap_policy policy is code"):
-        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
-    monkeypatch.setattr(Spread, "_fields", {"no_such_field": 1})
-    with pytest.raises(PluginError, match="no_such_field"):
-        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
-    monkeypatch.setattr(Spread, "_key", "megatron_lm_plugin")
-    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'spread'.*cannot write a launcher file"):
-        launcher_config(planned(tmp_path, registry=spread, spread={}, hardware=GPU))
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("asked for")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.accelerator["megatron_lm_plugin"] = object
+
+
+def test_export_refuses_an_engine_that_no_file_can_hold(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.add(Megatron)
+    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'megatron'.*cannot write a launcher file"):
+        launcher_config(planned(tmp_path, registry=registry, megatron={}, hardware=GPU))
 
 
 # the command line
