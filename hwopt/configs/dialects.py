@@ -13,17 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.view import Kind, Tool, View
+from hwopt.configs.view import Omitted, Tool, View, ignored, without
 from hwopt.configs.words import names, word_of
-
-
-@dataclass(frozen=True)
-class Left:
-    """A value that is left out, with the reason."""
-
-    reason: str
-    kind: Kind = "other"
-
 
 Values = Mapping[Any, Any]
 Special = Callable[[View, Entry], None]
@@ -69,8 +60,8 @@ class Dialect:
         else:
             word, meant = (found, {}) if isinstance(found, str) else found
             value = entry.value if isinstance(entry.value, list | dict) else meant.get(entry.value, entry.value)
-            if isinstance(value, Left):
-                view.leave(entry, value.reason, value.kind)
+            if isinstance(value, Omitted):
+                view.leave(entry, *value)
             else:
                 view.add(word, entry, value)
 
@@ -82,7 +73,7 @@ class Dialect:
         return word
 
 
-IS_OFF = {False: Left("is off")}
+IS_OFF = {False: ignored("is off")}
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 
 
@@ -168,9 +159,9 @@ def first_set(word: str) -> Special:
     return take
 
 
-SUPERVISED = Left("hwopt has supervised training only", "unknown")
-ADAPTERS = Left("hwopt trains all weights, or LoRA and DoRA adapters", "unknown")
-FULL = Left("hwopt trains all weights unless a profile has an adapter")
+SUPERVISED = without("hwopt has supervised training only")
+ADAPTERS = without("hwopt trains all weights, or LoRA and DoRA adapters")
+FULL = ignored("hwopt trains all weights unless a profile has an adapter")
 LLAMA_FACTORY = Dialect(
     "llama-factory",
     names("finetuning_type cutoff_len lora_target dataset_dir plot_loss"),

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hwopt.config.aliases import INSTEAD, job_key
 from hwopt.config.job_training import Training
-from hwopt.configs.view import Kind, View
-
-
-class Omitted(NamedTuple):
-    """Why a value is in no file."""
-
-    reason: str
-    kind: Kind
-
+from hwopt.configs.view import Omitted, View, ignored, without
 
 JobValue = tuple[tuple[str, str], Any]
 """(table, key) of a job, and the value."""
-
-
-def ignored(reason: str) -> Omitted:
-    """hwopt does it anyway, or another setting says it."""
-    return Omitted(reason, "other")
-
-
-def without(reason: str) -> Omitted:
-    """The value cannot be expressed."""
-    return Omitted(reason, "unknown")
-
-
 OUTPUT = "the command line has its own output"
 AMP = "torch's native AMP is the only one"
 METRICS = "the run folder has the metrics"
@@ -65,19 +45,17 @@ REASONS = {
     "use_cache": "a cache is for generation; hwopt's training has none",
 }
 """Word -> why it is left out on purpose."""
-EVALUATES = "hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out"
-SAVES = "hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation"
 BY_VALUE: Mapping[str, Mapping[Any, JobValue | Omitted]] = {
     "eval_strategy": {
         "epoch": ignored("hwopt evaluates at the end of each epoch by default"),
         "steps": ignored("training.eval_steps says it"),
-        None: without(EVALUATES),
+        None: without("hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out"),
     },
     "save_strategy": {
         "no": (("training", "save_minutes"), 0.0),
         "steps": ignored("training.save_steps says it"),
         "best": ignored("hwopt keeps the best weights by default"),
-        None: without(SAVES),
+        None: without("hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation"),
     },
     "logging_strategy": {
         "steps": ignored("training.logging_steps says it"),

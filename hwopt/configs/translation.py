@@ -13,8 +13,8 @@ from hwopt.config.aliases import INSTEAD, plugin_aliases
 from hwopt.config.job import Job
 from hwopt.config.toml import Document
 from hwopt.config.validation import validate
-from hwopt.configs.job_words import Omitted, ignored, job_setting, without
-from hwopt.configs.view import ConfigSetting, View
+from hwopt.configs.job_words import job_setting
+from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
 from hwopt.errors import HwoptError, InputError
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hwopt.configs.source_file import Entry, Language, SourceFile
 from hwopt.configs.words import NotReadable, typed
@@ -45,6 +45,23 @@ class ConfigSetting(Entry):
     def on_purpose(self) -> bool:
         """Whether a setting that is left out is not needed in hwopt; else it has no equivalent."""
         return self.kind in ("other", "replaced")
+
+
+class Omitted(NamedTuple):
+    """Why a value is in no file."""
+
+    reason: str
+    kind: Kind
+
+
+def ignored(reason: str) -> Omitted:
+    """hwopt does it anyway, or another setting says it."""
+    return Omitted(reason, "other")
+
+
+def without(reason: str) -> Omitted:
+    """The value cannot be expressed."""
+    return Omitted(reason, "unknown")
 
 
 def is_number(value: Any) -> bool:
@@ -90,17 +107,8 @@ class View:
         elif (first := self.settings.get(word)) is not None:
             self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
         else:
-            former = tuple(self.former(entry, word))
+            former = tuple(before.value for before in self.source.replaced if before.path == entry.path)
             self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, former=former, reason=doubt)
-
-    def former(self, entry: Entry, word: str) -> Iterator[Any]:
-        """The values that earlier lines of the file give to the same key."""
-        for before in self.source.replaced:
-            if before.path == entry.path:
-                try:
-                    yield typed(word, before.value)
-                except NotReadable:
-                    continue
 
     def imply(self, word: str, value: Any, by: ConfigSetting) -> None:
         """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""
