@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from importlib import metadata
 
 from hwopt.hardware.torch_build import Driver, NvidiaCard, nvidia_driver
-
-REPORTED = ("tokenizers", "safetensors", "huggingface-hub", "pyarrow", "nvidia-ml-py", "trl")
-"""Packages that belong into a bug report although no plan depends on them."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,9 @@ def report_system() -> SystemReport:
 
 
 def reported_packages() -> dict[str, str]:
-    """Package -> version, for the installed ones of REPORTED."""
-    return {name: found for name in REPORTED if (found := version_of(name))}
+    """Package -> version, for the packages that hwopt needs."""
+    needed = (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in metadata.requires("hwopt") or () if "extra ==" not in line)
+    return {name: found for name in needed if (found := version_of(name))}
 
 
 def version_of(package: str) -> str:

@@ -25,7 +25,8 @@ from hwopt.model.weights import load_weights
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system import garbage
 from hwopt.system.paths import path_kind
-from hwopt.tasks.base import Task, with_head
+from hwopt.tasks.base import Task
+from hwopt.tasks.model_builder import with_head
 from hwopt.tasks.prediction import Trained
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line, listing, nearest

@@ -8,25 +8,23 @@ and the metrics are.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hwopt.config.job import Job, TaskOptions
-from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.store import Store
 from hwopt.data.stores.token_store import split_rows
-from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, load_tokenizer, uses_token_types
-from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size, trained_tokenizer
+from hwopt.data.tokenizer import LengthLimit, choose_padding, load_tokenizer, uses_token_types
+from hwopt.data.tokenizer_training import trained_tokenizer
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
 from hwopt.model.facts import is_decoder
-from hwopt.model.weights import load_weights
-from hwopt.tasks.exactness import refuse_inexact, refuse_router
+from hwopt.tasks.exactness import refuse_router
+from hwopt.tasks.model_builder import ModelBuilder
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import make_prepared, read_sources
@@ -34,7 +32,7 @@ from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.samples import Named, Samples
 from hwopt.tasks.spans import Shown, spans_of
-from hwopt.text import listing, nearest, truncate
+from hwopt.text import listing, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,14 +60,13 @@ class Metrics(Protocol):
         """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
 
 
-class Task:
+class Task(ModelBuilder):
     """One kind of training. Its methods have no side effects, except that `prepare` writes caches."""
 
     def __init__(self, options: TaskOptions | None = None) -> None:
         """`options`: the job's table [task]; default: without options."""
         self.options = options or TaskOptions(kind=self.facts.kind)
 
-    facts: ClassVar[TaskFacts]
     default_metric: ClassVar[str]
     metric_directions: ClassVar[dict[str, bool]]
     """Metric name -> whether a greater value is better."""
@@ -270,101 +267,3 @@ class Task:
     def load_config(self, job: Job) -> PretrainedConfig:
         """The config of the job's model. Raises InputError."""
         return load_config(job.model.name, job.model.config, job.model.revision)
-
-    def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """Keys of the model's config that set up the head."""
-        return {}
-
-    def load_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> torch.nn.Module:
-        """The model with trained weights, or with random weights from torch's generator, which the caller seeds.
-
-        In float32 unless `model_kwargs` has a dtype. `config` is not changed. Raises InputError if weights are missing, if tokens
-        have no embedding, or if the loss of the model has no exact count.
-        """
-        import transformers
-
-        config = copy.deepcopy(config)
-        num_labels = getattr(config, "num_labels", None)
-        for key, value in self.head_config(prepared).items():
-            setattr(config, key, value)
-        for part in (config, config.get_text_config()):
-            if hasattr(part, "use_cache"):
-                part.use_cache = False
-        model = (
-            self._random_model(job, config, prepared, model_kwargs)
-            if job.model.name is None
-            else load_weights(
-                getattr(transformers, self.facts.auto_class),
-                job.model.name,
-                job.model.revision,
-                config,
-                new_head=num_labels != getattr(config, "num_labels", None),
-                **model_kwargs,
-            )
-        )
-        self.fit_model(model, prepared)
-        refuse_inexact(model, job)
-        return cast("torch.nn.Module", model)
-
-    def fit_model(self, model: Any, prepared: Prepared) -> None:
-        """Check that `model` can embed the tokens of the data, and set its padding token. Raises InputError."""
-        tokenizer = prepared.tokenizer
-        rows = model.get_input_embeddings().num_embeddings
-        check_vocabulary(tokenizer, rows)
-        largest = max(store.meta["largest_id"] for store in prepared.stores)
-        if largest >= rows:
-            raise InputError(f"model.tokenizer: yields token {largest:,}, but the model has {rows:,} embeddings")
-        if tokenizer.pad_token_id >= rows:
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # padding is never attended to
-        set_in_configs(model.config, pad_token_id=tokenizer.pad_token_id)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.pad_token_id = tokenizer.pad_token_id
-
-    def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
-        """A model with random weights."""
-        import transformers
-
-        self.fit_config(config, job, prepared)
-        auto_class = getattr(transformers, self.facts.auto_class)
-        try:
-            return auto_class.from_config(config, **in_float32(model_kwargs))
-        except (ValueError, AssertionError) as error:
-            raise InputError(f"model.config: cannot build {config.model_type} from it: {truncate(str(error), 200)}") from error
-
-    def fit_config(self, config: PretrainedConfig, job: Job, prepared: Prepared) -> None:
-        """Set the vocabulary of the job or the tokenizer in the `config` of a model with random weights."""
-        tokenizer = prepared.tokenizer
-        if job_vocab_size(job) is None:
-            config.get_text_config().vocab_size = len(tokenizer)
-        drop_special_tokens(config)
-        # the padding row of an embedding is always zero, so the padding token must have no other role
-        only_padding = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.unk_token_id)
-        set_in_configs(
-            config,
-            pad_token_id=tokenizer.pad_token_id if only_padding else None,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-
-
-def with_head(config: PretrainedConfig, task: Task, label_names: tuple[str, ...] | None) -> PretrainedConfig:
-    """A copy of `config` with the head of `task` for these labels."""
-    config = copy.deepcopy(config)
-    for key, value in task.head_config(Prepared(cast(Any, None), None, None, label_names)).items():
-        setattr(config, key, value)
-    return config
-
-
-def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`model_kwargs` with float32 in place of the dtype "auto", which needs saved weights."""
-    import torch
-
-    dtype = model_kwargs.get("dtype", "auto")
-    return {**model_kwargs, "dtype": torch.float32 if dtype == "auto" else dtype}
-
-
-def set_in_configs(config: PretrainedConfig, **values: Any) -> None:
-    """Set `values` in a config and in the config of its text model."""
-    for part in (config, config.get_text_config()):
-        for key, value in values.items():
-            setattr(part, key, value)

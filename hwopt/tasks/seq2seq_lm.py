@@ -18,7 +18,8 @@ from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.pair_store import PairStore
 from hwopt.data.tokenizer import CHUNK, Encoded, encode
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.base import Metrics, Task, set_in_configs
+from hwopt.tasks.base import Metrics, Task
+from hwopt.tasks.model_builder import set_in_configs
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
 from hwopt.tasks.next_token import token_loss
 from hwopt.tasks.prediction import Generation, Predictor, Trained

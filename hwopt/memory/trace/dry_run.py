@@ -29,7 +29,7 @@ from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
-from hwopt.tasks.base import in_float32
+from hwopt.tasks.model_builder import in_float32
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.training.accumulation import forward_and_backward
