@@ -14,9 +14,11 @@ import pytest
 from published_configs import PUBLISHED
 
 from hwopt import api
+from hwopt.config.toml_text import inline
 from hwopt.configs.check.checker import check_file
 from hwopt.configs.check.facts import Given
 from hwopt.configs.imported_files import Imported, import_file, write_imported
+from hwopt.configs.recognise import read_source
 from hwopt.planning.inputs import Inputs
 from hwopt.report.check import show_left, show_report
 from hwopt.report.terminal import Terminal
@@ -85,28 +87,10 @@ def test_imported_files_pass_check_and_plan(path: Path, tmp_path: Path, monkeypa
     assignments = []
     if path.stem in MODELS:
         config = {key: value for key, value in PUBLISHED[MODELS[path.stem]].config.items() if value is not None}
-        text = ", ".join(f"{key} = {toml(value)}" for key, value in config.items())
-        assignments = [f"model.config={{ {text} }}"]
+        assignments = [f"model.config={inline(config).as_string()}"]
     plan = api.resolve(str(profile), job, assignments=assignments, hardware="profile")
     taken = {key[1] for key in files.translation.tables("profile")}
     assert taken == {entry.name for entry in plan.entries}
-
-
-def toml(value: object) -> str:
-    import tomlkit
-
-    return tomlkit.item(value, _parent=None).as_string() if not isinstance(value, dict) else inline(value)
-
-
-def inline(table: dict[str, object]) -> str:
-    return "{ " + ", ".join(f"{key} = {toml(value)}" for key, value in table.items()) + " }"
-
-
-def every_key(path: Path) -> set[str]:
-    from hwopt.configs.recognise import read_source
-
-    source = read_source(path)
-    return {entry.key for entry in (*source.entries, *source.replaced)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -114,7 +98,8 @@ def test_import_drops_no_key_and_no_comment(path: Path) -> None:
     files = imported_from(path)
     taken = {each.setting.key for each in files.translation.taken}
     left = {each.key for each in files.translation.left}
-    for key in every_key(path):
+    source = read_source(path)
+    for key in {entry.key for entry in (*source.entries, *source.replaced)}:
         assert any(each == key or each.startswith(f"{key}.") for each in taken | left), key
     texts = files.profile + files.job
     for line in path.read_text(encoding="utf-8").splitlines():
