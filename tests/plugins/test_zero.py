@@ -127,7 +127,7 @@ def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
         f'[plugins.precision]\ndtype = "bf16"\n[plugins.batch]\ntrain = 1\n[plugins.optimizer]\n[plugins.zero]\n{zero}'
     )
     write_samples(folder / "train.jsonl", 30)
-    config = TINY_LLAMA | {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "vocab_size": 1000}
+    config = TINY_LLAMA | {"hidden_size": 1600, "intermediate_size": 4864, "num_hidden_layers": 2, "vocab_size": 1000}
     pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     job = [f"model.config={{ {pairs} }}", "task.kind=causal-lm", f"data.train={folder / 'train.jsonl'}", "data.max_length=32"]
     return api.resolve(str(folder / "mine.toml"), assignments=job, hardware="profile", cache=folder / "cache")

@@ -195,7 +195,7 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
-    """Flash and memory-efficient attention store no score matrix; math does. A T4 has no flash kernel."""
+    """Flash attention stores no score matrix; math does."""
 
     def held(prefer: list[str], capability: tuple[int, int]) -> float:
         card = described("a card", capability, 8.0)
@@ -207,9 +207,7 @@ def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
 
     scores = 8 * 2 * 4096 * 4096 * 2 * 2  # rows x heads x length x length x layers, in half precision
     assert held(["flash", "math"], (8, 6)) < scores / 4
-    assert held(["efficient", "math"], (7, 5)) < scores / 4
     assert held(["math", "efficient"], (7, 5)) > scores
-    assert held(["math", "flash"], (8, 6)) > scores
 
 
 def job_file(folder: Path, length: int = 32) -> Path:
