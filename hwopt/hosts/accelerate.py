@@ -18,6 +18,7 @@ import accelerate
 import torch
 from torch.utils.data import DataLoader
 
+from hwopt.errors import InputError
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
@@ -102,18 +103,21 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_session = Session(found, model, self.hwopt_additive, listener, self.process_index)
         return self.hwopt_session
 
+    def _prepared(self) -> Session:
+        if self.hwopt_session is None:
+            raise InputError("accelerator.prepare(model, optimizer, …) comes first")
+        return self.hwopt_session
+
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` by length: `accelerator.backward(model(**micro.inputs).loss * micro.weight)` for each."""
-        assert self.hwopt_session is not None, "prepare() comes first"
-        return self.hwopt_session.micro_batches(batch)
+        return self._prepared().micro_batches(batch)
 
     def accumulate_batch(self, batch: Batch, loss: Any) -> torch.Tensor:
         """The loss of `batch` with its gradients accumulated, repeated in smaller parts if memory runs out.
 
         `loss`: inputs -> the loss. As `hwopt.Session.accumulate`, with this object's `backward`.
         """
-        assert self.hwopt_session is not None, "prepare() comes first"
-        return self.hwopt_session.accumulate(batch, loss, self.backward)
+        return self._prepared().accumulate(batch, loss, self.backward)
 
     def end_training(self) -> None:
         """Accelerate's, and the process is as it was before the plan."""

@@ -17,7 +17,7 @@ import torch
 
 from hwopt.errors import PluginError
 from hwopt.hosts.additivity import shifts_labels
-from hwopt.hosts.limits import refuse_compiled, refuse_wrapped
+from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun
 from hwopt.planning.plan import Plan
@@ -72,10 +72,9 @@ def apply(
     Raises PluginError for each plugin that is skipped, with the reason; with `strict=False`, `skipped` names it instead.
     Raises InputError as `hwopt.resolve` does.
     """
-    refuse_wrapped(model)
-    refuse_compiled(model)
-    names = list(plugins)
-    tables: dict[str, Any] = dict.fromkeys(Registry().names, False) | {name: options.pop(name, True) for name in names} | options
+    refuse_prepared(model)
+    names = list(dict.fromkeys([*([plugins] if isinstance(plugins, str) else plugins), *options]))
+    tables: dict[str, Any] = dict.fromkeys(Registry().names, False) | {name: options.get(name, True) for name in names}
     plan = plan_for(model, profile, Script(1, 1, {}, lacks=MODEL_LACKS), tables).plan
     skipped = {entry.name: reason for entry in plan.entries if entry.name in names and (reason := why_not(entry, plan, model))}
     if skipped and strict:

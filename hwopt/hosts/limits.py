@@ -105,16 +105,12 @@ def overridden(trainer: type, methods: tuple[str, ...]) -> str:
     return ""
 
 
-def refuse_wrapped(model: Any) -> None:
-    """Raise InputError for a model inside a wrapper of torch."""
+def refuse_prepared(model: Any) -> None:
+    """Raise InputError for a model that is inside a wrapper of torch, or compiled."""
     if type(model).__name__ in WRAPPERS:
         raise InputError(f"the model is wrapped in {type(model).__name__}: pass the model itself, and wrap it afterwards")
-
-
-def refuse_compiled(model: Any) -> None:
-    """Raise InputError for a model that is compiled already."""
     if any(module._compiled_call_impl is not None for module in getattr(model, "modules", tuple)()):
-        raise InputError("the model is compiled: pass it as it was before model.compile(), the plan compiles it where that helps")
+        raise InputError("the model is compiled: pass it as it was before model.compile(), and compile it afterwards")
 
 
 def refuse_half_weights(model: Any, plan: Any) -> None:

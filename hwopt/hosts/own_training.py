@@ -11,7 +11,7 @@ import torch
 
 from hwopt.errors import HwoptError, InputError
 from hwopt.hosts.forecast import job_with
-from hwopt.hosts.limits import OWN_PARTS_LACK, refuse_half_weights, refuse_wrapped
+from hwopt.hosts.limits import OWN_PARTS_LACK, refuse_half_weights, refuse_prepared
 from hwopt.hosts.own_parts import OwnTask
 from hwopt.hosts.script_plan import Script, plan_for, task_of
 from hwopt.memory.forecast.lengths import Lengths
@@ -50,7 +50,7 @@ def train_own(
     `training`: keys of [training] of a job. `plugins`: plugin -> its options, or False to leave it out.
     Raises InputError for a loss that `additive` does not describe, and as `hwopt.resolve` and `hwopt.execute` do.
     """
-    refuse_wrapped(model)
+    refuse_prepared(model)
     world = rank_and_world(os.environ)[1]
     if additive == "labels" and world > 1:
         raise InputError('additive = "labels" needs the labels of the other ranks, which one rank does not know: use one rank')

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +93,24 @@ def plan_for(
     Raises InputError and PluginError as `hwopt.api.resolve` does; with `strict` also for every fallback and skip, and for a
     setting of the script that the profile contradicts.
     """
+    with words_of_python():
+        return plan_of(model, profile, script, tables, strict, hardware)
+
+
+@contextmanager
+def words_of_python() -> Iterator[None]:
+    """A block whose errors name arguments of a function, not options of the command line."""
+    try:
+        yield
+    except InputError as error:
+        text = re.sub(r"^--set: ", "", str(error), flags=re.MULTILINE)
+        raise InputError(re.sub(r"--profile (?=')", "profile ", text)) from error
+
+
+def plan_of(
+    model: Any, profile: str, script: Script, tables: Mapping[str, Any], strict: bool, hardware: Hardware | None
+) -> ScriptPlan:
+    """`plan_for`, with the command line's words in its errors."""
     inputs = Inputs()
     hardware = hardware or detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
     if hardware.problem and hardware.device_type == "cuda":

@@ -27,7 +27,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import LAWS, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
-from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_wrapped
+from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
@@ -105,6 +105,8 @@ class Session:
         `loss` takes the inputs of a part. Needs `additive`, and gradients that are None at the start of the step.
         Raises torch.OutOfMemoryError where a step cannot be repeated, DoesNotFitError if single rows do not fit.
         """
+        if self.run.optimizer is None:
+            raise InputError("no optimizer yet: call session.optimizer(parameters) first, or pass yours to accelerator.prepare()")
         trained = [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
         repeats = bool(self.additive) and self.run.world_size == 1 and all(parameter.grad is None for parameter in trained)
         before = len(self.parts)
@@ -156,7 +158,7 @@ def planned(
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     if additive not in (None, *LAWS):
         raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
-    refuse_wrapped(model)
+    refuse_prepared(model)
     lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
     own = Script(rows, rows, {}, lacks=lacks, **script)
     return plan_for(model, profile, own, plugins, strict)

@@ -24,7 +24,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import inner
 from hwopt.hosts.arguments import apply_plan, script_of
-from hwopt.hosts.limits import lacks_of, refuse_compiled, refuse_half_weights, refuse_old_versions, refuse_wrapped
+from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
 from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep, kept_random_state
@@ -75,8 +75,7 @@ class OptimizedTrainer:
         model = given.get("model")
         if model is None and given.get("model_init") is None:
             raise InputError("optimized() needs model= or model_init=")
-        refuse_wrapped(model)
-        refuse_compiled(model)
+        refuse_prepared(model)
         script = script_of(args, lacks_of(type(self), args, given))
         found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
         self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)

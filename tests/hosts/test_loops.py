@@ -139,6 +139,27 @@ def test_bad_settings_of_a_session_are_refused(settings: dict[str, Any], error: 
         hwopt.session("cpu", bert(), rows=16, **settings)
 
 
+def test_mistakes_name_what_to_call_first() -> None:
+    with pytest.raises(InputError, match="comes first"):
+        hwopt.Accelerator(cpu=True, profile="cpu").accumulate_batch({}, abs)
+    with hwopt.session("cpu", bert(), rows=16, additive="rows") as own, pytest.raises(InputError, match="no optimizer yet"):
+        own.accumulate(batches()[0], abs)
+
+
+def test_errors_name_arguments_and_not_options_of_the_command_line() -> None:
+    with pytest.raises(InputError, match=r"^plugins.batch.trian: unknown key. Did you mean 'train'"):
+        hwopt.session("cpu", bert(), rows=16, batch={"trian": 2})
+    with pytest.raises(InputError, match="^profile 'cpux': no such profile. Did you mean 'cpu'"):
+        hwopt.session("cpux", bert(), rows=16)
+
+
+def test_compiled_model_is_refused() -> None:
+    model = bert()
+    model.compile()
+    with pytest.raises(InputError, match="the model is compiled"):
+        hwopt.session("cpu", model, rows=16)
+
+
 def test_wrapped_model_is_refused() -> None:
     with pytest.raises(InputError, match="wrapped in DataParallel: pass the model itself"):
         hwopt.session("cpu", torch.nn.DataParallel(bert()), rows=16)
