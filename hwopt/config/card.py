@@ -12,6 +12,7 @@ from hwopt.config.job_values import Table
 from hwopt.hardware.device import Hardware
 
 Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
 
 SAME_CARD_WITHIN = 0.2
 """Relative difference in memory up to which a card of the profile's name is its card: V100 and A100 have two sizes."""
@@ -31,6 +32,7 @@ class CardVariant(Table):
 
     match: tuple[str, ...] = Field(min_length=1)
     """Parts of the device name that CUDA reports, in whole words."""
+    multiprocessors: Count | None = None
     memory_bandwidth_gbps: Positive | None = None
     """None if the vendor does not state it, or if it differs between machines (laptops); then times are not predicted."""
     dense_tflops: DenseTflops = DenseTflops()
@@ -44,6 +46,8 @@ class Card(Table):
     memory_gib: Positive | None = None
     """Total memory as CUDA reports it, which is less than the vendor states."""
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
+    multiprocessors: Count | None = None
+    """Streaming multiprocessors, on which the memory of some kernels depends."""
     memory_bandwidth_gbps: Positive | None = None
     dense_tflops: DenseTflops = DenseTflops()
     variants: tuple[CardVariant, ...] = ()
@@ -61,7 +65,7 @@ class Card(Table):
         best = max(self.variants, key=lambda variant: longest_match(variant.match, device), default=None)
         if best is None or longest_match(best.match, device) <= longest_match(self.match, device):
             return None
-        facts = {key: getattr(best, key) for key in ("match", "memory_bandwidth_gbps", "dense_tflops")}
+        facts = {key: getattr(best, key) for key in ("match", "multiprocessors", "memory_bandwidth_gbps", "dense_tflops")}
         return self.model_copy(update=facts | {"variants": ()})
 
     def longest_name(self, device: str) -> int:

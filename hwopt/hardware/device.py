@@ -40,32 +40,6 @@ NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
 }
 
 
-MULTIPROCESSORS = {  # part of a card's name -> streaming multiprocessors, from NVIDIA's white papers; the longest match counts
-    "T4": 40,
-    "V100": 80,
-    "V100S": 80,
-    "A10": 72,
-    "A10G": 80,
-    "A100": 108,
-    "RTX 3060": 28,
-    "RTX 3060 Ti": 38,
-    "RTX 3070": 46,
-    "RTX 3070 Ti": 48,
-    "RTX 3090": 82,
-    "RTX 3090 Ti": 84,
-    "RTX A6000": 84,
-    "L4": 58,
-    "RTX 4060": 24,
-    "RTX 4060 Ti": 34,
-    "RTX 4090": 128,
-    "RTX 4090 D": 114,
-    "H100": 132,
-    "H100 PCIe": 114,
-    "H200": 132,
-    "RTX 5090": 170,
-}
-
-
 @dataclass(frozen=True)
 class Support:
     """Whether a feature is supported, with the reason; usable as a bool."""
@@ -170,13 +144,13 @@ def weakest(cards: Sequence[Hardware]) -> Hardware:
     )
 
 
-def multiprocessors(name: str) -> int:
-    """Return the number of streaming multiprocessors of the card called `name`; 0 if unknown."""
-    known = [part for part in MULTIPROCESSORS if re.search(rf"\b{re.escape(part)}\b", name)]
-    return MULTIPROCESSORS[max(known, key=len)] if known else 0
-
-
-def described(name: str, compute_capability: tuple[int, int] | None, memory_gib: float, host: Hardware | None = None) -> Hardware:
+def described(
+    name: str,
+    compute_capability: tuple[int, int] | None,
+    memory_gib: float,
+    host: Hardware | None = None,
+    multiprocessors: int | None = None,
+) -> Hardware:
     """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free."""
     return Hardware(
         device_type="cuda" if compute_capability else "cpu",
@@ -184,7 +158,7 @@ def described(name: str, compute_capability: tuple[int, int] | None, memory_gib:
         memory_gib=memory_gib,
         free_memory_gib=memory_gib,
         compute_capability=compute_capability,
-        multiprocessors=multiprocessors(name) if compute_capability else 0,
+        multiprocessors=multiprocessors or 0,
         cpu_cores=host.cpu_cores if host else 8,
         cpu_memory_gib=host.cpu_memory_gib if host else 32.0,
         compiler=host.compiler if host else "g++",

@@ -179,4 +179,5 @@ def hardware_of_card(profile: Profile) -> Hardware:
         return host
     if card.memory_gib is None:
         raise InputError(f"{profile.document.name}: card.memory_gib is missing; add it to plan for this card")
-    return described(card.match[0] if card.match else profile.name, card.capability, card.memory_gib, host)
+    name = card.match[0] if card.match else profile.name
+    return described(name, card.capability, card.memory_gib, host, card.multiprocessors)

@@ -85,14 +85,14 @@ def test_container_memory_is_the_smallest_cgroup_limit(version: int, tmp_path: P
 
 
 def test_different_cards_are_planned_as_the_least_of_both() -> None:
-    t4, rtx3090 = described("Tesla T4", (7, 5), 14.56), described("NVIDIA GeForce RTX 3090", (8, 6), 23.7)
+    t4, rtx3090 = described("Tesla T4", (7, 5), 14.56), described("NVIDIA GeForce RTX 3090", (8, 6), 23.7, multiprocessors=82)
     for found in (weakest([t4, rtx3090]), weakest([rtx3090, t4])):
         assert (found.name, found.memory_gib, found.compute_capability) == ("Tesla T4", 14.56, (7, 5))
         assert set(found.different_cards) == {
             "Tesla T4 (14.56 GiB, compute capability 7.5)",
             "NVIDIA GeForce RTX 3090 (23.7 GiB, compute capability 8.6)",
         }
-    v100 = described("Tesla V100-SXM2-32GB", (7, 0), 31.7)
+    v100 = described("Tesla V100-SXM2-32GB", (7, 0), 31.7, multiprocessors=80)
     mixed = weakest([v100, rtx3090])
     assert (mixed.memory_gib, mixed.compute_capability, mixed.multiprocessors) == (23.7, (7, 0), 80)
 

@@ -46,12 +46,12 @@ GEMMA = ModelFacts(
 )
 HOST = Hardware("cpu", "a CPU", 32, 30, cpu_cores=16, cpu_memory_gib=32, cpu_features=("avx2",), compiler="g++")
 CARDS = {
-    "rtx3070": described("NVIDIA GeForce RTX 3070", (8, 6), 7.78, HOST),
-    "rtx3090": described("NVIDIA GeForce RTX 3090", (8, 6), 23.7, HOST),
-    "t4": described("Tesla T4", (7, 5), 14.56, HOST),
-    "v100": described("Tesla V100-SXM2-16GB", (7, 0), 15.75, HOST),
-    "a100": described("NVIDIA A100-SXM4-80GB", (8, 0), 79.15, HOST),
-    "h100": described("NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOST),
+    "rtx3070": described("NVIDIA GeForce RTX 3070", (8, 6), 7.78, HOST, 46),
+    "rtx3090": described("NVIDIA GeForce RTX 3090", (8, 6), 23.7, HOST, 82),
+    "t4": described("Tesla T4", (7, 5), 14.56, HOST, 40),
+    "v100": described("Tesla V100-SXM2-16GB", (7, 0), 15.75, HOST, 80),
+    "a100": described("NVIDIA A100-SXM4-80GB", (8, 0), 79.15, HOST, 108),
+    "h100": described("NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOST, 132),
     "no_gpu": HOST,
 }
 SEEDS = [

@@ -65,7 +65,7 @@ def card_name(card: Card, otherwise: str) -> str:
 def of_card(card: Card, name: str) -> Hardware:
     if card.capability is None or card.memory_gib is None:
         raise InputError(f"--profile: {name} has no card; give one with --card NAME")
-    return described(card_name(card, name), card.capability, card.memory_gib)
+    return described(card_name(card, name), card.capability, card.memory_gib, multiprocessors=card.multiprocessors)
 
 
 def profile_of_card(name: str, inputs: Inputs) -> Profile:

@@ -75,7 +75,7 @@ COLUMN_SUMS = [  # rows, columns, MiB of torch's reduction kernel on 46 multipro
 
 @pytest.mark.parametrize(("rows", "columns", "mib"), COLUMN_SUMS)
 def test_gradient_of_a_bias_needs_room_for_partial_sums(rows: int, columns: int, mib: float) -> None:
-    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0, multiprocessors=46)
     assert hardware.multiprocessors == 46
     summed = card.column_sum(torch.empty(rows, columns, device="meta"), [0])
     assert isinstance(summed, ColumnSum)
@@ -106,7 +106,7 @@ def test_autocast_converts_as_on_cuda(on_t4: Emulated, name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> None:
     """The trace of few rows is scaled to many, for which more blocks share a column; at last the card has no more threads."""
-    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)
+    hardware = described("NVIDIA GeForce RTX 3070", (8, 6), 8.0, multiprocessors=46)
     plan = plan_for(tiny_profile(), tiny_job(tmp_path, config=TINY_BERT | {"intermediate_size": 512}), hardware=hardware)
 
     def traced(rows: int) -> Timeline:
