@@ -17,7 +17,7 @@ from hwopt.data.sources.columns import text_of
 from hwopt.errors import DataError
 from hwopt.tasks.predictors import NumberPredictor
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.regression import Regression, is_number
+from hwopt.tasks.regression import Regression, is_numeric
 from hwopt.tasks.regression_metrics import RegressionMetrics
 
 
@@ -36,7 +36,7 @@ class SentenceSimilarity(Regression):
     def recognise(cls, table: Any, chosen: bool) -> Recognised | str:
         """Two texts beside a column `similarity`."""
         texts = text_of(table, "similarity")
-        if len(texts) != 2 or "similarity" not in table.column_names or not is_number(table, "similarity"):
+        if len(texts) != 2 or "similarity" not in table.column_names or not is_numeric(table, "similarity"):
             return "needs two texts and a column 'similarity' with numbers"
         return Recognised({"text": texts, "label": "similarity"}, tuple(texts), "column 'similarity' rates two texts", rank=4)
 

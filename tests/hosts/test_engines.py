@@ -31,6 +31,7 @@ def main(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.integration  # compiles operators
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed compiles its operators for Linux")
 def test_deepspeed_of_the_arguments_trains_as_in_the_unmodified_script(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
