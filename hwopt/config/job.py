@@ -17,7 +17,7 @@ from hwopt.config.job_model import Model
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
-from hwopt.config.task_kinds import task_class, task_facts, task_kinds
+from hwopt.config.task_kinds import kinds_that_read, task_class, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml, with_assignments
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
@@ -165,7 +165,7 @@ class Job(Table):
         tables = {"data": self.data, "task": self.task}
         given = {f"{name}.{key}" for name, table in tables.items() for key in table.model_dump(exclude_defaults=True)}
         for key in sorted(given - chosen.facts.keys):
-            if owners := [kind for kind in task_kinds() if key in task_facts(kind).keys]:
+            if owners := kinds_that_read(key):
                 raise ValueError(f"{key} belongs to task.kind = {listing([repr(kind) for kind in owners])}")
         chosen.check_job(self)
         return self

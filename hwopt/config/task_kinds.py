@@ -6,6 +6,7 @@ The tasks of hwopt are registered in the same way. A class is imported when a jo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -89,6 +90,16 @@ def task_facts(kind: str) -> TaskFacts:
     """The facts of the task `kind`. Raises as `task_class` does."""
     facts: TaskFacts = task_class(kind).facts
     return facts
+
+
+def kinds_that_read(key: str) -> list[str]:
+    """The tasks whose facts name `key`, such as "data.prompt". Leaves out installed tasks that cannot be used."""
+    found = []
+    for kind in task_kinds():
+        with suppress(PluginError):
+            if key in task_facts(kind).keys:
+                found.append(kind)
+    return found
 
 
 def owner(entry: EntryPoint) -> str:

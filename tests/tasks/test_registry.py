@@ -98,6 +98,17 @@ def test_broken_task_is_an_error_that_names_its_package(
         make_task(job_of("broken"))
 
 
+OTHER = {"kind": "causal-lm", "class_weights": "balanced"}
+
+
+def test_broken_task_that_a_job_does_not_name_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job sets a key that only some tasks read, so hwopt asks all of them."""
+    with installed(tmp_path, monkeypatch, broken="no_such_module:Task"):
+        with pytest.raises(InputError, match="task.class_weights belongs to task.kind = "):
+            make_job(Document("j", {"model": {"name": "m"}, "data": {"train": "d"}, "task": OTHER}))
+        make_job(Document("j", {"model": {"name": "m"}, "data": {"train": "d", "max_length": 8}}))
+
+
 INCOMPLETE = """
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.tasks.base import Task
