@@ -187,7 +187,8 @@ class _Parents:
     def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
         """`path` over its parents; `children` are the files that led here."""
         document = self.read(path)
-        if path not in self.files.values() and isinstance(tables := document.data.get("plugins"), dict):
+        installed = path.resolve() in map(Path.resolve, self.files.values())
+        if not installed and isinstance(tables := document.data.get("plugins"), dict):
             self.chosen.update(tables)
         if (parent_path := self.parent(path, document, children)) is None:
             return document

@@ -1,4 +1,4 @@
-"""`apply`: single plugins on a model, for a loop that wants no more of a plan.
+"""`apply`: puts single plugins on a model, for a loop that uses nothing else of hwopt.
 
 applied = hwopt.apply(model, ["fused_loss", "checkpointing"])
 ...
@@ -8,7 +8,7 @@ applied.undo()
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Applied:
         self.stack = ExitStack()
 
     def undo(self) -> None:
-        """Put back the process, and every attribute of the model that the plugins changed and nobody changed since."""
+        """Restore the process and the attributes of the model that the plugins changed, except those that changed again since."""
         self.stack.close()
 
     def __enter__(self) -> Applied:
@@ -103,7 +103,7 @@ def apply_one(plugin: Plugin, model: Any, run: ScriptRun) -> None:
     if kernel := recipe.model_kwargs.get("attn_implementation"):
         model.set_attn_implementation(kernel)
     if recipe.loss is not None:
-        compute_loss_in(model, recipe, run)
+        compute_loss_in(model, recipe.loss, recipe, run)
         return
     for step in recipe.model_steps:
         step(model, run)
@@ -126,8 +126,8 @@ def makes_another_model(fields: Container[str]) -> bool:
     return "final_steps" in fields and "loss" not in fields
 
 
-def compute_loss_in(model: Any, recipe: Recipe, run: ScriptRun) -> None:
-    """Let `model.forward` compute `recipe.loss` in training, wherever it is called with labels."""
+def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run: ScriptRun) -> None:
+    """Let `model.forward` compute `loss_of`, the loss of `recipe`, in training, wherever it is called with labels."""
     plain = model.forward
     shifted = shifts_labels(model)
 
@@ -144,7 +144,7 @@ def compute_loss_in(model: Any, recipe: Recipe, run: ScriptRun) -> None:
             for step in recipe.final_steps:
                 step(model, run)
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels
-        loss, count = recipe.loss(outputs, targets.to(outputs.logits.device))  # type: ignore[misc]
+        loss, count = loss_of(outputs, targets.to(outputs.logits.device))
         outputs.loss = loss / (count if num_items_in_batch is None else num_items_in_batch)
         outputs.logits = None
         return outputs
@@ -171,7 +171,7 @@ class Changes:
         self.changed = [each for each in self.changed if each[2] is not each[3]]
 
     def undo(self) -> None:
-        """Put back what nothing else has changed since."""
+        """Restore the value before, unless it changed again since."""
         for table, name, old, new in self.changed:
             if table.get(name, self) is not new:
                 continue

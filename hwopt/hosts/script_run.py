@@ -118,6 +118,8 @@ class ScriptRun:
         self.engine = ScriptEngine(self)
         self.step = 0
         self.total_steps = 0
+        self.began = False
+        """Whether a step of this process has begun."""
         self.last_step_batch: ScriptStep | None = None
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
@@ -198,7 +200,8 @@ class ScriptRun:
         self.plan = replace(self.plan, entries=entries)
 
     def begin_step(self) -> None:
-        if self.last_step_batch is None:
+        if not self.began:
+            self.began = True
             release_unused_memory()  # what loading and quantizing the model left in the allocator
         self.recipe.events.on_step_begin(self)
         if self.step in (0, self.total_steps - 1):

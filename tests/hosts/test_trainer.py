@@ -148,7 +148,8 @@ class OwnHooks(Trainer):
     """Makes its own loader, in another order, and its own optimizer."""
 
     def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset[::-1], batch_size=6, collate_fn=self.data_collator)  # type: ignore[index]
+        rows: Any = self.train_dataset
+        return DataLoader(rows[::-1], batch_size=6, collate_fn=self.data_collator)
 
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
