@@ -1,4 +1,4 @@
-"""Single parts of a plan for a script that uses nothing else of it: arguments, keywords of from_pretrained, an optimizer, a forecast."""
+"""Single parts of a plan for a script: arguments, keywords of from_pretrained, an optimizer, a forecast."""
 
 from __future__ import annotations
 
