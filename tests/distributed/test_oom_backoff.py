@@ -200,6 +200,7 @@ def test_oom_with_single_rows_stops_the_run_with_a_report(tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
+@pytest.mark.daily
 def test_oom_message_lists_changes_that_save_memory(tmp_path: Path) -> None:
     """The message does not suggest fewer rows: the backoff has tried single rows."""
     plugin = type("Shortage", (Shortage,), {"when": staticmethod(lambda rows, call, backward: call > 4)})

@@ -20,6 +20,8 @@ from installed_task import write_metadata
 from hwopt.trials.processes import forks, in_new_process
 from hwopt.trials.trial import Variant, run_trial
 
+pytestmark = pytest.mark.daily
+
 PLUGINS = """
 import torch
 from hwopt.plugin import Decision, Plugin, Stage

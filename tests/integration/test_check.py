@@ -12,6 +12,8 @@ from hwopt.configs.imported_files import BERT_BASE
 from hwopt.configs.recognise import read_view
 from hwopt.planning.inputs import Inputs
 
+pytestmark = pytest.mark.daily
+
 PROFILE = """\
 name = "p"
 [card]

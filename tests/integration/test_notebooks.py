@@ -55,6 +55,7 @@ def test_notebook_installs_the_clone_and_has_all_steps_and_no_output(name: str) 
     assert re.findall(r"^!hwopt (\w+)", "\n".join(each.source for each in cells), re.MULTILINE) == STEPS
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:])])
 def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = read(name)

@@ -11,6 +11,8 @@ from programs import program
 
 from hwopt.planning.inputs import Inputs
 
+pytestmark = pytest.mark.daily
+
 FIGURES: Any = program("profile_figures")
 COMMENTS = {name: FIGURES.FIGURES.search(path.read_text(encoding="utf-8")) for name, path in FIGURES.FILES.items()}
 STATED = {name: found[0] for name, found in COMMENTS.items() if found}

@@ -57,6 +57,7 @@ def test_the_page_has_twelve_questions_with_commands_and_outputs() -> None:
     assert sum(text.count("$ hwopt") for text in questions) == len(BLOCKS), "the program finds every command"
 
 
+@pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block", [block for block in BLOCKS if not block.measured], ids=lambda block: block.command)
 def test_command_prints_what_the_page_shows(block: Any, folder: Path) -> None:

@@ -29,7 +29,7 @@ from hwopt.saving import reader as resume
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+pytestmark = [pytest.mark.daily, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 Figures = Callable[..., None]
 

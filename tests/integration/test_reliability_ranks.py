@@ -32,7 +32,7 @@ from hwopt.system import signals
 from hwopt.testing import launcher, logged, relative_error
 from hwopt.training.telemetry.telemetry import Telemetry
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+pytestmark = [pytest.mark.daily, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 Figures = Callable[..., None]
 LAST = 150

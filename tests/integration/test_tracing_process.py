@@ -23,6 +23,8 @@ from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
+pytestmark = pytest.mark.daily
+
 WAIT_SECONDS = 120.0
 SCRIPT = """
 import sys

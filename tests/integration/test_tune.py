@@ -10,10 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from cli.test_cli import write_job
 from command_line import hwopt
 
 from hwopt import api
+
+pytestmark = pytest.mark.daily
 
 FEW = ("--steps", "8", "--trials", "4")
 

@@ -219,6 +219,7 @@ def job_file(folder: Path, length: int = 32) -> Path:
 
 
 @pytest.mark.integration
+@pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
 def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))

@@ -118,6 +118,7 @@ def check_equal_to_whole(plan: Plan) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", named(CASES, USUAL))
 def test_extended_trace_equals_the_whole_trace(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
@@ -176,6 +177,7 @@ class Calls:
 
 
 @pytest.mark.integration
+@pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
 def test_one_layer_that_differs_is_run(tmp_path: Path) -> None:
     registry = Registry()
@@ -184,6 +186,7 @@ def test_one_layer_that_differs_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
     registry = Registry()
