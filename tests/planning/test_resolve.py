@@ -84,7 +84,10 @@ def golden_text(profile: str) -> str:
             f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}"
         )
         for entry in plan.entries:
-            options = ", ".join(f"{key}={value}" for key, value in entry.options.model_dump(mode="json").items())
+            # defaults are left out, so that an option that nobody sets changes no golden plan
+            options = ", ".join(
+                f"{key}={value}" for key, value in entry.options.model_dump(mode="json", exclude_defaults=True).items()
+            )
             lines.append(f"{entry.plugin.stage.name.lower()} {entry.name}: {entry.decision}: {entry.reason} [{options}]")
         training = plan.training.model_dump(exclude_defaults=True)
         lines.append(
