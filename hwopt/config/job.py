@@ -61,6 +61,8 @@ class Data(Table):
     """Causal language modelling: the column with conversations; default: recognised by its name and the text column's absence."""
     chat_template: str | None = None
     """A Jinja file, or "chatml"; default: the tokenizer's own template."""
+    eos_token: str | None = Field(default=None, min_length=1)
+    """Causal language modelling: the tokenizer's end-of-text token in training and in final/; default: its own."""
     assistant_turns: Literal["all", "last"] = "all"
     """The answers in a conversation that count in the loss."""
     sample_prompts: tuple[str, ...] = ()

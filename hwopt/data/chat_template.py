@@ -36,6 +36,7 @@ CHATML = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The template `data.chat_template = "chatml"`, as OpenAI published the format; without tools."""
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 def set_template(tokenizer: Any, given: str | None) -> None:
@@ -55,6 +56,20 @@ def set_template(tokenizer: Any, given: str | None) -> None:
             "data.chat_template: the tokenizer has no chat template. Give a Jinja file, "
             '"chatml", or the tokenizer of a chat model (model.tokenizer)'
         )
+
+
+def add_chatml_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Add the special tokens of the template "chatml" that `tokenizer` lacks, and return their numbers."""
+    missing = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens(missing, special_tokens=True)
+    return tuple(tokenizer.convert_tokens_to_ids(missing))
+
+
+def set_eos_token(tokenizer: Any, token: str) -> None:
+    """Make `token` the end-of-text token of `tokenizer`. Raises InputError if it has no such token."""
+    if token not in tokenizer.get_vocab():
+        raise InputError(f"data.eos_token: {token!r} is not a token of the tokenizer. Give one that it has")
+    tokenizer.eos_token = token
 
 
 def common_length(one: str, other: str) -> int:
@@ -112,6 +127,18 @@ class ChatTemplate:
             return "chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"
         found = "its generation markers" if self._has_markers else "the text that each answer adds"
         return f"chat template: the tokenizer's; answers are found by {found}"
+
+    def end_token(self) -> int | None:
+        """The token that ends an answer; None if an answer ends with ordinary text, or the template refuses a short question."""
+        messages: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            marked = self.replaced is not None or self._has_markers
+            text = self.marked(messages, None)[0] if marked else self.text(messages, None)
+        except BadConversation:
+            return None
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        behind = self.tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"]
+        return next((token for token in behind if token in special), None)
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.

@@ -9,6 +9,7 @@ and the metrics are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -28,7 +29,7 @@ from hwopt.tasks.model_builder import ModelBuilder
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import make_prepared, read_sources
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.prepared import ChatTokens, Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.samples import Named, Samples
 from hwopt.tasks.spans import Shown, spans_of
@@ -125,9 +126,10 @@ class Task(ModelBuilder):
         if job.data.eval_fraction is not None:
             parts["train"], parts["eval"] = self.split(parts["train"], job.data.eval_fraction, seed)
         tokenizer = self.processing(job, config, parts["train"], cache)
+        tokens = self.fit_tokenizer(tokenizer, job, parts["train"])
         trained = Trained(job, config, tokenizer, named.names, max_positions)
         stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
-        prepared = self.with_class_weights(make_prepared(stores, trained), job)
+        prepared = self.with_class_weights(replace(make_prepared(stores, trained), chat_tokens=tokens), job)
         prepared.notes.extend([*named.notes, *self.notes(parts, trained, prepared)])
         prepared.report_bad_rows(*sources.values())
         return prepared
@@ -160,6 +162,10 @@ class Task(ModelBuilder):
             return load_tokenizer(job.model.name, job.model.revision, key="model.name")
         decoder = self.facts.target == "next_token" or is_decoder(config)
         return trained_tokenizer(self.plain_texts(train), job, config, decoder, cache)
+
+    def fit_tokenizer(self, tokenizer: Any, job: Job, train: Samples) -> ChatTokens:
+        """Set the chat template and the special tokens of the job."""
+        return ChatTokens()
 
     def plain_texts(self, samples: Samples) -> list[str]:
         """The texts to train a tokenizer on."""

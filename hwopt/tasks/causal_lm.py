@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.chat_template import ChatTemplate, set_template
+from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
 from hwopt.data.sources.columns import PROMPTS, is_text, text_of
 from hwopt.data.sources.rows import Rows
@@ -22,7 +22,7 @@ from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
 from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, token_loss
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import token_store
-from hwopt.tasks.prepared import IGNORED, Prepared
+from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.samples import Samples
 from hwopt.tasks.spans import Shown, spans_of
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
     from numpy.typing import NDArray
-    from transformers import PretrainedConfig
 
 COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
 """What names the columns of a file, for a message about a file without them."""
@@ -55,7 +54,8 @@ class CausalLM(Task):
         decoder=True,
         adapter="CAUSAL_LM",
         keys=frozenset(
-            f"data.{key}" for key in ("prompt", "completion", "messages", "chat_template", "assistant_turns", "sample_prompts")
+            f"data.{key}"
+            for key in ("prompt", "completion", "messages", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
         ),
     )
     default_metric: ClassVar[str] = "eval_loss"
@@ -113,12 +113,16 @@ class CausalLM(Task):
             return super().plain_texts(samples)
         return [str(message["content"]) for conversation in samples.columns[0] for message in conversation.messages]
 
-    def processing(self, job: Job, config: PretrainedConfig, train: Samples, cache: Path) -> Any:
-        """The tokenizer, with the chat template of the job for conversations."""
-        tokenizer = super().processing(job, config, train, cache)
-        if is_chat(train):
-            set_template(tokenizer, job.data.chat_template)
-        return tokenizer
+    def fit_tokenizer(self, tokenizer: Any, job: Job, train: Samples) -> ChatTokens:
+        """Set the end-of-text token of the job, and for conversations its chat template with the tokens of that."""
+        if job.data.eos_token is not None:
+            set_eos_token(tokenizer, job.data.eos_token)
+        if not is_chat(train):
+            return ChatTokens(ends=() if job.data.eos_token is None else (tokenizer.eos_token_id,))
+        set_template(tokenizer, job.data.chat_template)
+        new = add_chatml_tokens(tokenizer) if job.data.chat_template == "chatml" else ()
+        end = ChatTemplate(tokenizer, job.data.assistant_turns).end_token()
+        return ChatTokens(new, () if end is None else (end,))
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         """The token store of `samples`. `seed` has no effect.
@@ -144,8 +148,22 @@ class CausalLM(Task):
         return _token_store(samples, trained, cache, [self.facts.kind, False, block], texts, encode, {"max_length": block})
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
-        """How the answers of conversations are found."""
-        return [template_of(trained).note] if is_chat(parts["train"]) else []
+        """How the answers of conversations are found and end, and which tokens are new."""
+        if not is_chat(parts["train"]):
+            return []
+        names = trained.tokenizer.convert_ids_to_tokens
+        found = [template_of(trained).note]
+        if prepared.chat_tokens.new:
+            listed = ", ".join(names(prepared.chat_tokens.new))
+            found.append(f"tokenizer: {listed} added; the model gets new embeddings for them, which are trained")
+        if prepared.chat_tokens.ends:
+            found.append(f"answers end with {names(prepared.chat_tokens.ends)[0]}, which stops generation (generation_config)")
+        else:
+            prepared.warnings.append(
+                "data.chat_template: no special token ends an answer, so generation does not stop there. "
+                "End answers with a special token of the tokenizer in the template"
+            )
+        return found
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hwopt.config.job import Job
@@ -61,10 +62,16 @@ class ModelBuilder:
         return cast("torch.nn.Module", model)
 
     def fit_model(self, model: Any, prepared: Prepared) -> None:
-        """Check that `model` can embed the tokens of the data, and set its padding token. Raises InputError."""
+        """Check that `model` can embed the tokens of the data; set its padding token and the ends of a text. Raises InputError.
+
+        New tokens get the mean of the other embeddings; their numbers are `model.new_tokens`.
+        """
         tokenizer = prepared.tokenizer
         rows = model.get_input_embeddings().num_embeddings
         check_vocabulary(tokenizer, rows)
+        if prepared.chat_tokens.new:
+            embed_new_tokens(model, prepared.chat_tokens.new)
+            rows = model.get_input_embeddings().num_embeddings
         largest = max(store.meta["largest_id"] for store in prepared.stores)
         if largest >= rows:
             raise InputError(f"model.tokenizer: yields token {largest:,}, but the model has {rows:,} embeddings")
@@ -73,6 +80,10 @@ class ModelBuilder:
         set_in_configs(model.config, pad_token_id=tokenizer.pad_token_id)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.pad_token_id = tokenizer.pad_token_id
+            if prepared.chat_tokens.ends:
+                own = model.generation_config.eos_token_id
+                ends = {*prepared.chat_tokens.ends, tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+                model.generation_config.eos_token_id = sorted(ends)
 
     def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
         """A model with random weights."""
@@ -99,6 +110,20 @@ class ModelBuilder:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
+
+
+def embed_new_tokens(model: Any, tokens: Sequence[int]) -> None:
+    """Give `model` embeddings for `tokens`, also in its output layer: the mean of the rows that it has, as it loads no others."""
+    import torch
+
+    rows = min(tokens)
+    if max(tokens) >= model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if layer is not None:
+                layer.weight[list(tokens)] = layer.weight[:rows].mean(0, dtype=torch.float32).to(layer.weight.dtype)
+    model.new_tokens = tuple(tokens)
 
 
 def with_head(config: PretrainedConfig, task: ModelBuilder, label_names: tuple[str, ...] | None) -> PretrainedConfig:

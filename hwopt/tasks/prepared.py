@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.store import Store
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that the loss ignores, as in transformers."""
+
+
+class ChatTokens(NamedTuple):
+    """Numbers of tokens that the chat template of the job brings."""
+
+    new: tuple[int, ...] = ()
+    """Added to the tokenizer: the model gets an embedding for each, which is trained under an adapter too."""
+    ends: tuple[int, ...] = ()
+    """End a generated text, beside those of the model's generation_config."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Prepared:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
     test: Store | None = None
+    chat_tokens: ChatTokens = field(default_factory=ChatTokens)
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
 

@@ -42,6 +42,9 @@ from hwopt_plugins.adapter.dora_graphs import traceable_dora
 MIN_PARAMETERS = 500_000_000
 """An installed profile's adapter is skipped for smaller models."""
 
+TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
+"""Parts of the names of the parameters that PEFT trains."""
+
 
 def classification_heads(model: Any) -> list[str]:
     """The names of the trained modules outside the pretrained body, such as "classifier" and "score"."""
@@ -50,6 +53,17 @@ def classification_heads(model: Any) -> list[str]:
         for name, child in model.named_children()
         if name != model.base_model_prefix and next(child.parameters(), None) is not None
     ]
+
+
+def new_token_indices(model: Any) -> dict[str, list[int]] | None:
+    """PEFT's `trainable_token_indices` for the tokens that the model got for this job, which no frozen row can learn."""
+    tokens = list(getattr(model, "new_tokens", ()))
+    if not tokens:
+        return None
+    layers = {id(layer): layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None}
+    tied = len({layer.weight.data_ptr() for layer in layers.values()}) < len(layers)  # PEFT follows the input embedding
+    used = [model.get_input_embeddings()] if tied else layers.values()
+    return {name: tokens for layer in used for name, module in model.named_modules() if module is layer}
 
 
 def add_adapter(model: Any, run: RunView | None = None, *, options: Adapter.Options, task: str) -> Any:
@@ -66,6 +80,7 @@ def add_adapter(model: Any, run: RunView | None = None, *, options: Adapter.Opti
         use_dora=options.kind == "dora",
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type=task,
+        trainable_token_indices=new_token_indices(model),
         modules_to_save=classification_heads(model) if task == "SEQ_CLS" else None,
     )
     with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 renamed
@@ -157,7 +172,7 @@ class Adapter(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         named = list(run.inner_model.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad]
-        unexpected = [name for name, _ in trained if "lora_" not in name and "modules_to_save" not in name]
+        unexpected = [name for name, _ in trained if not any(part in name for part in TRAINED)]
         magnitudes = sum("lora_magnitude_vector" in name for name, _ in trained)
         adapters = sum("lora_B" in name for name, _ in trained)
         # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero

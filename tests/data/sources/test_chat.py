@@ -231,11 +231,11 @@ def test_conversation_may_end_with_an_answer_that_is_not_trained(tokenizer: Any)
 
 
 def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
-    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=120), tmp_path)
+    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=40), tmp_path)
     tokens, mask = ChatTemplate(prepared.tokenizer, "all").encode(Conversation(MESSAGES))
     labels = [token if answer else IGNORED for token, answer in zip(tokens, mask, strict=True)]
-    assert prepared.train.row(0)["input_ids"].tolist() == tokens[:119]
-    assert prepared.train.row(0)["labels"].tolist() == labels[1:120]
+    assert prepared.train.row(0)["input_ids"].tolist() == tokens[:39]
+    assert prepared.train.row(0)["labels"].tolist() == labels[1:40]
 
 
 def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""The tokens of a chat template that the tokenizer lacks, and the token that ends an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hwopt import api
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.data.tokenizer_training import train_bpe
+from hwopt.errors import InputError
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile, train_tiny
+
+QUESTION = [{"role": "user", "content": "what"}]
+ROWS = 300
+
+
+def base_model(folder: Path, tied: bool) -> Path:
+    """A model and a tokenizer without tokens of chats, whose texts end with <|endoftext|>."""
+    from transformers import PreTrainedTokenizerFast
+
+    trained = train_bpe(["what it is"], ROWS)
+    made = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    made.save_pretrained(folder)
+    config = {**TINY_LLAMA, "vocab_size": len(made), "eos_token_id": made.eos_token_id, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+def trained(folder: Path, base: Path, data: dict[str, Any], **plugins: Any) -> tuple[Path, list[str]]:
+    """(the folder of a run of two steps, the notes on its data)."""
+    training = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1}
+    tables = {"model": {"name": str(base)}, "data": data, "task": {"kind": "causal-lm"}, "training": training}
+    recorder = train_tiny(plan_for(tiny_profile(**plugins), make_job(Document("a job", tables))), folder)
+    return folder / "run", recorder.run.prepared.notes
+
+
+def trained_on_chats(folder: Path, tied: bool, **plugins: Any) -> tuple[Path, list[str]]:
+    """(the folder of the run, the notes on its data)."""
+    base = base_model(folder / "base", tied)
+    source = folder / "chat.jsonl"
+    answer = {"role": "assistant", "content": "it is"}
+    source.write_text("".join(json.dumps({"messages": [*QUESTION, answer]}) + "\n" for _ in range(16)))
+    return trained(folder, base, {"train": str(source), "chat_template": "chatml", "max_length": 60}, **plugins)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plugins", [{}, {"adapter": {"always": True}}])
+def test_chatml_adds_its_tokens_and_trains_their_embeddings(plugins: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    run, notes = trained_on_chats(tmp_path, tied, **plugins)
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"] == [end]
+    assert end in model.generation_config.eos_token_id
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for new, old in zip(
+        (model.get_input_embeddings(), model.get_output_embeddings()),
+        (before.get_input_embeddings(), before.get_output_embeddings()),
+        strict=True,
+    ):
+        rows = len(old.weight)
+        assert len(new.weight) == rows + 2
+        assert (new.weight[end] != old.weight.mean(0)).any()
+        if plugins:
+            assert torch.equal(new.weight[:rows], old.weight)
+    assert any("<|im_start|>, <|im_end|> added" in note for note in notes)
+
+
+def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
+    base = base_model(tmp_path / "base", tied=False)
+    source = tmp_path / "pairs.jsonl"
+    source.write_text('{"prompt": "what", "completion": "it is"}\n' * 16)
+    data = {"train": str(source), "prompt": "prompt", "completion": "completion", "max_length": 60, "eos_token": "<|pad|>"}
+    run, _ = trained(tmp_path, base, data)
+    tokenizer, model = AutoTokenizer.from_pretrained(run / "final"), AutoModelForCausalLM.from_pretrained(run / "final")
+    assert tokenizer.eos_token == "<|pad|>"
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+
+
+def test_unknown_eos_token_is_refused(tmp_path: Path) -> None:
+    base = base_model(tmp_path / "base", tied=False)
+    source = tmp_path / "pairs.jsonl"
+    source.write_text('{"prompt": "what", "completion": "it is"}\n' * 16)
+    data = {"train": str(source), "prompt": "prompt", "completion": "completion", "max_length": 60, "eos_token": "<end>"}
+    with pytest.raises(InputError, match=r"data\.eos_token: '<end>' is not a token"):
+        trained(tmp_path, base, data)
+
+
+def test_the_end_of_an_answer_stops_generation(tmp_path: Path) -> None:
+    """The weights are set by hand, so that the model writes "x", the end of a turn, "x", the end of a turn, ..."""
+    from transformers import pipeline
+
+    run, _ = trained_on_chats(tmp_path, tied=False)
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    chain = [prompt["input_ids"][0, -1].item(), *tokenizer.convert_tokens_to_ids(["x", "<|im_end|>"])]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        for place, token in enumerate(chain):
+            model.get_input_embeddings().weight[token, place] = 1.0
+        model.get_output_embeddings().weight[chain[1], [0, 2]] = 1.0
+        model.get_output_embeddings().weight[chain[2], 1] = 1.0
+    model.save_pretrained(run / "final")
+    written = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert written.tolist() == chain[1:]
+    pipe = pipeline("text-generation", model=str(run / "final"))
+    assert pipe(QUESTION, max_new_tokens=8, do_sample=False)[0]["generated_text"][-1]["content"] == "x"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": QUESTION}) + "\n")
+    api.predict(run, str(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", generation={"max_new_tokens": 8})
+    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == "x"
