@@ -187,7 +187,8 @@ class FusedHead:
             found = f"a {type(layer).__name__} of {type(layer).__module__.split('.')[0]}"
             raise PluginError(
                 f"plugin 'fused_loss': the output layer of {type(model).__name__} is {found}, expected torch.nn.Linear. "
-                "Exclude it from plugins.adapter.target_modules, or remove [plugins.fused_loss]"
+                "If an adapter trains it (plugins.adapter.target_modules, or tokens that the chat template adds), "
+                "remove [plugins.fused_loss]"
             )
         vars(layer)["forward"] = return_input
         self.layer = weakref.ref(layer)

@@ -189,8 +189,17 @@ def load_model(found: RunModel, base: str, config: Any, dtype: Any, attention: s
     revision = found.job.model.revision if found.is_adapter else None
     model = load_weights(auto_class, base, revision, config, new_head=found.is_adapter, **options)
     if found.is_adapter:
+        embed_trained_tokens(model, found.folder)
         try:
             model.load_adapter(str(found.folder))
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise InputError(f"{found.folder}: cannot load the adapter: {error}") from error
     return model
+
+
+def embed_trained_tokens(model: Any, folder: Path) -> None:
+    """Give the base `model` a row for each token that the run added. The adapter in `folder` has what was trained of them."""
+    trained = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("trainable_token_indices") or {}
+    rows = max((1 + token for tokens in trained.values() for token in tokens), default=0)
+    if rows > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows, mean_resizing=False)

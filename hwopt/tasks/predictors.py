@@ -206,6 +206,9 @@ class TextGenerator(TextPredictor):
         if not trained.tokenizer.chat_template and trained.job.data.chat_template is not None:
             set_template(trained.tokenizer, trained.job.data.chat_template)
         self.config = generation_config(model, trained.tokenizer, generation)
+        if trained.tokenizer.chat_template:  # an adapter's folder has no generation_config.json
+            end = ChatTemplate(trained.tokenizer, "last").end_token()
+            self.config.eos_token_id = sorted({*(self.config.eos_token_id or ()), *([] if end is None else [end])}) or None
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
         """The tokens of each prompt or conversation, as in training. They are not truncated."""

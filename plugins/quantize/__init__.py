@@ -63,11 +63,12 @@ def children(model: Any) -> Iterator[Child]:
 
 
 def frozen_linears(model: Any) -> list[Child]:
-    """The linear layers that do not require gradients, except the output head."""
+    """The linear layers that do not require gradients, except the output head, which an adapter may have wrapped."""
     import torch
 
     head = model.get_output_embeddings()
-    linears = [child for child in children(model) if type(child[2]) is torch.nn.Linear and child[2] is not head]
+    kept = set() if head is None else set(head.modules())
+    linears = [child for child in children(model) if type(child[2]) is torch.nn.Linear and child[2] not in kept]
     return [child for child in linears if not child[2].weight.requires_grad]
 
 

@@ -84,7 +84,7 @@ def golden_text(profile: str) -> str:
             f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}"
         )
         for entry in plan.entries:
-            # defaults are left out, so that an option that nobody sets changes no golden plan
+            # without defaults: a new option does not change the golden plans
             options = ", ".join(
                 f"{key}={value}" for key, value in entry.options.model_dump(mode="json", exclude_defaults=True).items()
             )

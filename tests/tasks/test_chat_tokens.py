@@ -15,6 +15,9 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.tokenizer_training import train_bpe
 from hwopt.errors import InputError
+from hwopt.inference.trained_model import find_run_model, load_trained_model
+from hwopt.tasks.prediction import Generation
+from hwopt.tasks.predictors import TextGenerator
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]
@@ -52,7 +55,9 @@ def trained_on_chats(folder: Path, tied: bool, **plugins: Any) -> tuple[Path, li
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("plugins", [{}, {"adapter": {"always": True}}])
+@pytest.mark.parametrize(
+    "plugins", [{}, {"adapter": {"always": True}}, {"adapter": {"always": True}, "quantize": {}}], ids=["full", "LoRA", "QLoRA"]
+)
 def test_chatml_adds_its_tokens_and_trains_their_embeddings(plugins: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     run, notes = trained_on_chats(tmp_path, tied, **plugins)
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
@@ -72,6 +77,18 @@ def test_chatml_adds_its_tokens_and_trains_their_embeddings(plugins: dict[str, A
         if plugins:
             assert torch.equal(new.weight[:rows], old.weight)
     assert any("<|im_start|>, <|im_end|> added" in note for note in notes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_of_an_adapter_has_the_new_tokens_and_their_end(tied: bool, tmp_path: Path) -> None:
+    run, _ = trained_on_chats(tmp_path, tied, adapter={"always": True})
+    found = load_trained_model(find_run_model(run / "checkpoint-2"), tmp_path / "cache")
+    end = found.trained.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = found.trained.tokenizer("what<|im_end|>", return_tensors="pt")["input_ids"]
+    merged = AutoModelForCausalLM.from_pretrained(run / "final")
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(input_ids=ids).logits, merged(input_ids=ids).logits)
+    assert end in TextGenerator(found.trained, found.model, Generation()).config.eos_token_id
 
 
 def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
