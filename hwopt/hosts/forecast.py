@@ -26,6 +26,14 @@ from hwopt.text import listing
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
+PREFERENCES = "its trainer holds a reference model, computes good and bad answers in one batch, and keeps their log-probabilities"
+GENERATED = "its trainer writes the rows of each step, with a cache of keys and values, and may hold a reference model"
+NOT_KNOWN = {
+    **dict.fromkeys(("DPOConfig", "KTOConfig", "CPOConfig", "ORPOConfig"), PREFERENCES),
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "OnlineDPOConfig"), GENERATED),
+    "RewardConfig": "its trainer computes good and bad answers in one batch",
+}
+"""Class of arguments of TRL -> what the forecast does not count."""
 LENGTH = 1024
 """Tokens of a row if neither the data, the arguments nor the model say a number."""
 
@@ -65,7 +73,8 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     args = args or TrainingArguments("trainer_output", use_cpu=True)
     kind = type(args).__name__
     if kind not in KNOWN:
-        return Fit(None, f"the forecast knows {listing(KNOWN)}; {kind} may hold a second model, or make its rows in the step")
+        why = NOT_KNOWN.get(kind, "its trainer may hold a second model, or make its rows in the step")
+        return Fit(None, f"{kind}: {why}; the forecast knows {listing(KNOWN)}")
     described = described_model(model, {})
     config = getattr(described, "config", described)
     if not hasattr(config, "model_type"):

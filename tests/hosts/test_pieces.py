@@ -69,7 +69,7 @@ def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Pat
     assert str(found).startswith("does not fit: ")
     unknown = hwopt.fits(DECODER, DPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{SWITCH: False}))
     assert (unknown.fits, bool(unknown)) == (None, False)
-    assert "DPOConfig may hold a second model" in str(unknown)
+    assert "DPOConfig: its trainer holds a reference model" in str(unknown)
     with pytest.raises(InputError, match="card = 'RTX 9999': no profile describes it. Known cards: "):
         hwopt.fits(CONFIG, args, card="RTX 9999")
 
