@@ -209,7 +209,7 @@ class Batch(Plugin):
         rows = [split(step, size, micro_batches(share, size, 1), options) for size in sizes]
         if present == share:  # one micro-batch holds all rows of a step
             rows += [larger_step(step, options.train, factor) for factor in (2, 4, 8, 16)]
-        evaluations = halves(evaluation)[::3][::-1]
+        evaluations = sorted({*halves(evaluation)[::3], 1})
         smaller = [Choice(changes={"eval": size}, note="smaller evaluation batches") for size in evaluations]
         scales = [
             Scale(choices=tuple(rows), present=sizes.index(present), tune=True),

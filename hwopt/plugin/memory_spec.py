@@ -14,8 +14,9 @@ class MemorySpec:
     parameters: int
     trained: int
     """Number of parameters that get gradients."""
+    frozen_bytes: float = 4.0
+    """Bytes per unpacked parameter without a gradient. The next four are bytes per trained parameter."""
     weight_bytes: float = 4.0
-    """Bytes per unpacked parameter, in the dtype that the model computes with. The next three are bytes per trained parameter."""
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0
     master_bytes: float = 0.0
@@ -42,4 +43,5 @@ class MemorySpec:
     @property
     def weights(self) -> float:
         """Bytes of all weights, packed and unpacked."""
-        return (self.parameters - self.packed) * self.weight_bytes + self.packed_bytes
+        frozen = max(self.parameters - self.trained - self.packed, 0)
+        return frozen * self.frozen_bytes + self.trained * self.weight_bytes + self.packed_bytes

@@ -75,10 +75,10 @@ class Written:
     """The same as slots, lists, events and keys of settings ("batch['train']")."""
 
 
-def written_by(plugin_class: type[Plugin], who: str) -> Written:
+def written_by(plugin_class: type[Plugin], who: str, lacking: Mapping[str, str] | None = None) -> Written:
     """What `plugin_class` writes on two cards of compute capability 9.0, or on one if two are too many for it.
 
-    Counts all options that `probe` offers.
+    Counts all options that `probe` offers. `lacking`: what the training loop has no place for, as in `Context`.
 
     Raises PluginError, which names `who`, if a hook raises.
     """
@@ -89,12 +89,12 @@ def written_by(plugin_class: type[Plugin], who: str) -> Written:
         except ValidationError as error:
             missing = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
             return Written(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
-        context = TWO_CARDS
+        context, one_card = (replace(cards, lacking=lacking or {}) for cards in (TWO_CARDS, ONE_CARD))
         decision = plugin_class(options).probe(context)
         if isinstance(decision, Decision) and decision.kind == "skip":
-            on_one = plugin_class(options).probe(ONE_CARD)
+            on_one = plugin_class(options).probe(one_card)
             if isinstance(on_one, Decision) and on_one.kind != "skip":
-                decision, context = on_one, ONE_CARD
+                decision, context = on_one, one_card
     if not isinstance(decision, Decision) or decision.kind == "skip":
         return Written(None, f"skipped on two cards of compute capability 9.0: {getattr(decision, 'reason', '')}; {see}")
     recipe = Recipe()

@@ -131,10 +131,16 @@ def describe_host(memory: MemoryPlan) -> str:
 
 
 def describe_largest(memory: MemoryPlan) -> str:
-    """The largest micro-batch, evaluation batch and max_length that fit."""
-    parts = [f"micro-batch {memory.largest_train:,}", f"evaluation batch {memory.largest_eval:,}"]
-    if memory.largest_max_length is not None:
-        parts.append(f"max_length {memory.largest_max_length:,} with {memory.rows} rows")
+    """The largest micro-batch, evaluation batch and max_length that fit, each beside the others as planned."""
+    train, evaluation, length = memory.largest_train, memory.largest_eval, memory.largest_max_length
+    if not train and not evaluation:
+        return "no micro-batch and no evaluation batch of this width"
+    parts = [
+        f"micro-batch {train:,}" if train else "no micro-batch beside the planned evaluation batch",
+        f"evaluation batch {evaluation:,}" if evaluation else "no evaluation batch beside the planned micro-batch",
+    ]
+    if length:
+        parts.append(f"max_length {length:,} with {memory.rows} rows")
     return ", ".join(parts)
 
 

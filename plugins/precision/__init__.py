@@ -1,6 +1,7 @@
 """Half precision: autocast with fp32 weights (O1), half-precision weights with fp32 masters (O2), or bf16 weights alone (pure).
 
-O1 computes matrix products in fp16 or bf16 and the rest in fp32, with Accelerate's autocast.
+O1 computes matrix products in fp16 or bf16 and the rest in fp32, with Accelerate's autocast. Frozen weights, such as those under
+an adapter, are stored in half precision; whatever trains is fp32.
 O2 stores weights, activations and gradients in half precision, and the optimizer updates fp32 masters. Norm layers keep fp32
 weights and compute in fp32. Softmax is fp32 in every SDPA kernel, and the loss of the task is fp32.
 pure stores weights, activations, gradients and optimizer states in bf16 and has no masters. Checkpoints and final/ hold bf16.
@@ -8,7 +9,8 @@ fp16 uses a loss scaler. The names O1 and O2 come from Apex; Apex itself is not 
 
 Source: fp16, Micikevicius et al. 2018 (arXiv:1710.03740); bf16, Kalamkar et al. 2019 (arXiv:1905.12322).
 Hardware: fp16 needs compute capability 7.0; bf16 needs 8.0, or a CPU with AMX or AVX512-BF16.
-Cost: none. O2 saves activation memory and bandwidth, but no state: O1 and O2 need 16 bytes per parameter with AdamW, pure 8.
+Cost: none. O2 saves activation memory and bandwidth, but no state: O1 and O2 need 16 bytes per trained parameter with AdamW,
+pure 8, and all of them 2 bytes per frozen one.
 Numerical effect: products keep 11 (fp16) or 8 (bf16) bits; O2 and pure also accumulate micro-batch gradients in half precision.
 pure rounds each update to bf16: an update under 1/512 to 1/256 of its weight is lost, unless the optimizer rounds stochastically.
 """
@@ -41,6 +43,7 @@ from hwopt.plugin import (
     Stage,
     first_names,
 )
+from hwopt_plugins.precision.frozen import CAST, cast_frozen, to_fp32
 from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
@@ -52,6 +55,11 @@ def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str
     if bf16:
         return "bf16", bf16.reason
     return ("fp16", f"{fp16.reason}; bf16 {bf16.reason}") if fp16 else ("fp32", f"bf16: {bf16.reason}; fp16: {fp16.reason}")
+
+
+def restore(model: Any, run: RunView | None = None) -> Any:
+    """`model` in fp32, as a final step."""
+    return to_fp32(model)
 
 
 def gradient_scaler(device_type: str) -> Any:
@@ -179,6 +187,9 @@ class Precision(Plugin):
         recipe.accelerator["mixed_precision"] = dtype if level == "O1" and dtype != "fp32" else "no"
         if dtype != "fp32" and context.hardware.device_type == "cuda":
             recipe.batch["pad_to_multiple_of"] = 8  # tensor cores need multiples of 8
+        if level == "O1" and dtype != "fp32" and not context.lacking:  # a model of the user's own keeps its dtypes
+            recipe.model_steps.append(partial(cast_frozen, dtype))
+            recipe.final_steps.append(restore)
         if level == "pure":
             recipe.model_steps.append(partial(cast_without_masters, "bfloat16"))
         if level == "O2":
@@ -194,7 +205,10 @@ class Precision(Plugin):
                 recipe.scaler = partial(gradient_scaler, context.hardware.device_type)
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
-        if self.options.dtype != "fp32" and self.options.level != "O1":
+        if self.options.dtype == "fp32":
+            return
+        spec.frozen_bytes = 2.0
+        if self.options.level != "O1":
             spec.weight_bytes, spec.gradient_bytes = 2.0, 2.0
             spec.master_bytes = 4.0 if self.options.level == "O2" else 0.0
 
@@ -229,12 +243,16 @@ class Precision(Plugin):
         if not dtypes:
             return Evidence.unknown(f"no matmuls were recorded; {seen}")
         linear, fell_out = linear_layers(run)
+        frozen = frozen_in_fp32(run)
         seen += f"; {fell_out}" if fell_out else ""
-        half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in run.inner_model.parameters())
+        seen += f"; {len(frozen)} frozen layers are stored in fp32: {first_names(frozen)}" if frozen else ""
+        trained = [p for p in run.inner_model.parameters() if p.requires_grad]
+        half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in trained)
         return Evidence.active(
             seen,
             **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
             linear_layers=linear,
+            frozen_in_fp32=len(frozen),
             half_weights=half_weights and not run.engine.keeps_masters,
             updated="/".join(sorted(stepped)),
             loss_scale=scale is not None,
@@ -246,6 +264,7 @@ class Precision(Plugin):
         return {
             f"{dtype}_matmuls": True,
             "linear_layers": dtype,
+            "frozen_in_fp32": 0,
             "half_weights": half and level != "O1",
             "updated": "bfloat16" if half and level == "pure" else "float32",
             "loss_scale": dtype == "fp16",
@@ -269,6 +288,17 @@ def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
     if not fp32 or found == {"fp32"}:
         return found, ""
     return found, f"{len(fp32)} of {len(layers)} linear layers computed in fp32: {first_names(fp32)}"
+
+
+def frozen_in_fp32(run: RunView) -> list[str]:
+    """The names of the linear layers that `cast_frozen` had to cast and that are in fp32."""
+    import torch
+
+    if not hasattr(run.inner_model, CAST):
+        return []
+    linears = [(name, module) for name, module in run.inner_model.named_modules() if type(module) is torch.nn.Linear]
+    weights = [(name, module.weight) for name, module in linears if not module.weight.requires_grad]
+    return [name for name, weight in weights if weight.dtype == torch.float32]
 
 
 def count_dtypes(parameters: Any) -> dict[str, int]:

@@ -6,11 +6,7 @@ from functools import partial
 from typing import Any
 
 from hwopt.plugin import Events, RunView
-
-
-def is_norm(module: Any) -> bool:
-    """Whether `module` is a normalization layer, by its class name: LayerNorm, LlamaRMSNorm, BatchNorm1d."""
-    return "Norm" in type(module).__name__ and next(module.children(), None) is None
+from hwopt_plugins.precision.frozen import DTYPES, is_norm, to_fp32
 
 
 class HalfWeights(Events):
@@ -21,7 +17,7 @@ class HalfWeights(Events):
     """
 
     def __init__(self, dtype: str) -> None:
-        self.dtype = {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+        self.dtype = DTYPES[dtype]
         self.masters: dict[Any, Any] = {}  # half parameter -> fp32 parameter, in the order of the model
         self.hooks: list[Any] = []
         self.halves: list[tuple[Any, str, Any]] = []  # module, name, half parameter: set during an evaluation with the masters
@@ -110,9 +106,7 @@ class HalfWeights(Events):
         """`model` in fp32, with the masters as its weights and without hooks."""
         for hook in self.hooks:
             hook.remove()
-        for p in model.parameters():
-            if p.is_floating_point():  # quantized weights are packed bytes
-                p.data = self.masters[p].data if p in self.masters else p.data.float()
+        model = to_fp32(model, self.masters)
         self.masters, self.hooks = {}, []
         return model
 

@@ -142,7 +142,7 @@ def dequantize(model: Any, run: RunView) -> Any:
         if packed.bias is not None:
             layer.bias = torch.nn.Parameter(packed.bias.detach().float().cpu(), requires_grad=False)
         setattr(parent, name, layer)
-    return model.float().cpu()
+    return model.cpu().float()
 
 
 def bytes_per_weight(options: Quantize.Options) -> float:

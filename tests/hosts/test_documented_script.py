@@ -35,9 +35,9 @@ def table() -> str:
     registry, reasons = Registry(), dict[str, int]()
     lines = [f"| plugin | {' | '.join(HOSTS)} |", "|---" * (1 + len(HOSTS)) + "|"]
     for name in sorted(registry.names):
-        written = written_by(registry.plugin(name), name)
         cells = []
         for lacks in HOSTS.values():
+            written = written_by(registry.plugin(name), name, lacks)
             found = [lacks.get(key) or lacks.get(key.partition("[")[0]) for key in written.keys]
             if lacks is MODEL_LACKS and makes_another_model(written.fields or ()):
                 found.append(SAVED_MODEL)

@@ -21,7 +21,7 @@ from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, add_adapter, save_and_merge
 from hwopt_plugins.precision import Precision
-from hwopt_plugins.precision.half_weights import is_norm
+from hwopt_plugins.precision.frozen import cast_frozen, is_norm, to_fp32
 
 T4, V100 = described("T4", (7, 5), 16.0), described("V100", (7, 0), 16.0)
 P100 = described("P100", (6, 0), 16.0)
@@ -70,7 +70,7 @@ def test_settings_of_each_level_are_written_to_the_recipe():
     o1 = written(T4, dtype="fp16")
     assert o1.accelerator["mixed_precision"] == "fp16"
     assert o1.batch == {"pad_to_multiple_of": 8}
-    assert (o1.model_kwargs["dtype"], o1.scaler, o1.model_steps) == ("float32", None, [])
+    assert (o1.model_kwargs["dtype"], o1.scaler, len(o1.model_steps)) == ("float32", None, 1)
     o2 = written(CPU, dtype="bf16", level="O2")
     assert o2.accelerator["mixed_precision"] == "no"
     assert (dict(o2.batch), o2.scaler) == ({}, None)
@@ -223,6 +223,54 @@ def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
         final = step(final, run)
     assert type(final) is LlamaForSequenceClassification
     assert all(p.dtype == torch.float32 for p in final.parameters())
+
+
+def with_adapter():
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+    return add_adapter(model, options=Adapter.Options(), task="SEQ_CLS")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_frozen_weights_are_stored_in_half_precision_and_trained_ones_are_not(dtype):
+    model = with_adapter()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = cast_frozen(dtype, model)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    in_fp32 = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    others = {name for name in before if "norm" in name or "embed_tokens" in name}
+    assert in_fp32 == trained | (others if dtype == "fp16" else set())
+    model = to_fp32(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name] if name in in_fp32 else before[name].to(half).float()), name
+
+
+def test_products_of_frozen_weights_keep_their_bits():
+    ids = torch.arange(1, 25).reshape(3, 8)
+    model = with_adapter()
+    for layer in model.model.model.layers:  # only the linear layers
+        cast_frozen("bf16", layer.self_attn)
+        cast_frozen("bf16", layer.mlp)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, plain = model(ids).logits, with_adapter()(ids).logits
+    assert torch.equal(cast, plain)
+
+
+def test_run_with_an_adapter_stores_the_frozen_weights_in_half_precision(tmp_path, monkeypatch):
+    tables = {"precision": {"dtype": "bf16"}, "adapter": {"always": True}}
+    job = tiny_job(tmp_path, "causal-lm")
+    plan = plan_for(tiny_profile(**tables), job)
+    recorder = train_tiny(plan, tmp_path / "as_planned")
+    assert {each.status for _, each in recorder.found} == {"active"}, recorder.found
+    final = load_file(tmp_path / "as_planned" / "run" / "final" / "model.safetensors")
+    assert {value.dtype for value in final.values()} == {torch.float32}
+    no_half_weights(monkeypatch)
+    recorder = train_tiny(plan, tmp_path / "in_fp32")
+    found = next(each for plugin, each in recorder.found if plugin.name == "precision")
+    assert found.status == "inactive"
+    assert "frozen layers are stored in fp32: " in found.seen
 
 
 @pytest.mark.parametrize("level", ["O2", "pure"])

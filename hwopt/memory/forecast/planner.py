@@ -158,7 +158,7 @@ def memory_of(
         peak_gib=sum(parts.values()) / GIB,
         reserve_gib=reserve,
         free_gib=hardware.free_memory_gib,
-        unpacked_gib={name: number * spec.weight_bytes / GIB for name, number in spec.unpacked.items()},
+        unpacked_gib={name: number * spec.frozen_bytes / GIB for name, number in spec.unpacked.items()},
         host_gib=offloaded / GIB,
         host_free_gib=HOST_FRACTION * hardware.cpu_memory_gib if here else None,
     )
