@@ -69,6 +69,7 @@ INSTEAD = {
     "prompt_column": "data.prompt",
     "completion_column": "data.completion",
     "max_length": "data.max_length",
+    "text_blocks": "data.blocks",
     "max_train_samples": "data.max_rows",
     "eval_fraction": "data.eval_fraction",
     "task": "task.kind",

@@ -57,6 +57,8 @@ class Data(Table):
     prompt: str | None = None
     """Causal language modelling: the prompt's column, masked out of the loss; goes with `completion`."""
     completion: str | None = None
+    blocks: bool | None = None
+    """Causal language modelling: join the texts and cut them into blocks of max_length; default: text files yes, columns no."""
     messages: str | None = None
     """Causal language modelling: the column with conversations; default: recognised by its name and the text column's absence."""
     chat_template: str | None = None
@@ -93,6 +95,8 @@ class Data(Table):
             raise ValueError("prompt and completion go together")
         if self.messages is not None and self.prompt is not None:
             raise ValueError("messages, and prompt with completion, exclude each other")
+        if self.blocks and (self.messages or self.prompt) is not None:
+            raise ValueError("blocks = true is for plain text, not for messages or prompt with completion")
         if self.streaming and self.max_rows is None:
             raise ValueError("streaming needs max_rows = N: hwopt stores the tokens of all rows that it reads")
         return self

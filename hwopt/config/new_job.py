@@ -27,6 +27,7 @@ COMMENTS = {
     "data.label_delimiter": "between the labels of a text",
     "data.prompt": "not in the loss",
     "data.completion": "in the loss",
+    "data.blocks": "the texts are joined and cut into blocks of max_length; false: each row is a sample",
     "data.max_target_length": "tokens; longer targets are truncated",
     "data.messages": "the column with the conversations; the loss counts the assistant's tokens",
     "data.chat_template": "or a Jinja file",

@@ -159,7 +159,16 @@ def first_set(word: str) -> Special:
     return take
 
 
-SUPERVISED = without("hwopt has supervised training only")
+def stage(view: View, entry: Entry) -> None:
+    """Set the task; pretraining joins its texts and cuts them into blocks."""
+    if entry.value not in ("sft", "pt"):
+        view.leave(entry, "hwopt has supervised training only")
+        return
+    view.add("task", entry, "causal-lm")
+    if entry.value == "pt":
+        view.imply("text_blocks", True, view.settings["task"])
+
+
 ADAPTERS = without("hwopt trains all weights, or LoRA and DoRA adapters")
 FULL = ignored("hwopt trains all weights unless a profile has an adapter")
 LLAMA_FACTORY = Dialect(
@@ -177,10 +186,7 @@ LLAMA_FACTORY = Dialect(
         "dataset": first_set("train_file"),
         "eval_dataset": first_set("validation_file"),
         "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
-        "stage": (
-            "task",
-            {"sft": "causal-lm", "pt": "causal-lm"} | dict.fromkeys(("rm", "ppo", "dpo", "kto"), SUPERVISED),
-        ),
+        "stage": stage,
         "flash_attn": (
             "attn_implementation",
             {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None},

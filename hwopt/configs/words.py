@@ -39,7 +39,7 @@ FLAGS = names(
     auto_find_batch_size load_best_model_at_end greater_is_better push_to_hub hub_private_repo use_cpu
     logging_nan_inf_filter use_liger_kernel load_in_4bit load_in_8bit bnb_4bit_use_double_quant use_peft use_dora
     packing trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
-    prediction_loss_only remove_unused_columns
+    prediction_loss_only remove_unused_columns text_blocks
     """
 )
 OTHER_ARGUMENTS = names(

@@ -155,6 +155,8 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans of the assistant's turns in characters)."""
         messages, tools, answers = conversation.messages, conversation.tools, conversation.answers
+        if conversation.prompt and self.turns == "all":
+            return self.completed(messages, tools, conversation.prompt, answers)
         if self.turns == "last":
             answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
         if self.replaced is None and not self._has_markers:
@@ -169,6 +171,16 @@ class ChatTemplate:
         trained = [text[start:end] for start, end in spans]
         check_marked(trained, [messages[number] for number in answers])
         return text, spans
+
+    def completed(
+        self, messages: list[Message], tools: Any, prompt: int, answers: Sequence[int]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """One span: all text from where it leaves the first `prompt` messages with their generation prompt, as in TRL."""
+        text, asked = self.text(messages, tools), self.text(messages[:prompt], tools, add_generation_prompt=True)
+        start = common_length(asked, text)
+        for number in answers:
+            check_answer(text[start:], messages[number], number + 1, text)
+        return text, [(start, len(text))]
 
     def turn(self, text: str, messages: list[Message], tools: Any, number: int) -> tuple[int, int]:
         """The span in `text` of message `number`. Raises DataError if `text` writes it differently."""

@@ -164,6 +164,10 @@ def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any
         values.setdefault("eval_strategy", "epoch")
     if smoothing := plan.job.task.label_smoothing:
         values["label_smoothing_factor"] = smoothing
-    if (length := plan.job.data.max_length) is not None:
-        values["max_length"] = length
+    data = plan.job.data
+    values["max_length"] = data.max_length  # None too: SFTConfig would truncate at 1,024
+    if data.blocks:
+        values |= {"packing": True, "packing_strategy": "wrapped"}
+    if data.eos_token is not None:
+        values["eos_token"] = data.eos_token
     yield from ((word, value) for word, value in values.items() if word in fields)

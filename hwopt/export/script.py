@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from hwopt.data.sources.reading import read_all, read_options
 from hwopt.errors import InputError
 from hwopt.export.arguments import heading, plugin_words
 from hwopt.model.config import load_config
@@ -98,19 +99,31 @@ def tokens(texts, special):
     return [ids[:-1] for ids in found] if ends else found
 
 
+def ended(ids):
+    """The ids with the end-of-text token behind them, once."""
+    return ids + ([] if tokenizer.eos_token_id in (None, *ids[-1:]) else [tokenizer.eos_token_id])
+
+
 {% if data.prompt %}
 pairs = [(row[{{ data.prompt | repr }}] or "", row[{{ data.completion | repr }}] or "") for row in rows]
 pairs = [pair for pair in pairs if any(text.strip() for text in pair)]
 samples = []  # inputs and, shifted by one, what they predict; -100 in the prompt
 for first, second in zip(tokens([a for a, _ in pairs], True), tokens([b for _, b in pairs], False)):
-    ids = first + second + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    ids = (first + ended(second))[:MAX_LENGTH]
     masked = max(len(first) - 1, 0)
-    labels = ([-100] * masked + ids[masked + 1 :])[: len(ids) - 1][:MAX_LENGTH]
+    labels = ([-100] * masked + ids[masked + 1 :])[: len(ids) - 1]
     if second and any(label != -100 for label in labels):
-        samples.append(({"input_ids": ids[:-1][:MAX_LENGTH]}, labels))
+        samples.append(({"input_ids": ids[:-1]}, labels))
+{% else %}
+texts = [row[{{ data.text[0] | repr }}] for row in rows if (row[{{ data.text[0] | repr }}] or "").strip()]
+{% if not prepared.train.has("documents") %}
+samples = []  # inputs and, shifted by one, what they predict
+for ids in tokens(texts, True):
+    ids = ended(ids[1:] if ids[:2] == 2 * [tokenizer.bos_token_id] else ids)[:MAX_LENGTH]
+    if len(ids) > 1:
+        samples.append(({"input_ids": ids[:-1]}, ids[1:]))
 {% else %}
 {% set block = prepared.train.meta["max_length"] %}
-texts = [row[{{ data.text[0] | repr }}] for row in rows if (row[{{ data.text[0] | repr }}] or "").strip()]
 stream = []
 for ids in tokens(texts, True):  # documents, joined by the end-of-text token
     stream += [tokenizer.eos_token_id] if stream and tokenizer.eos_token_id is not None else []
@@ -119,6 +132,7 @@ samples = []  # inputs and, shifted by one, what they predict
 for begin in range(0, len(stream) - 1, {{ block }}):
     end = min(begin + {{ block }}, len(stream) - 1)
     samples.append(({"input_ids": stream[begin:end]}, stream[begin + 1 : end + 1]))
+{% endif %}
 {% endif %}
 {% endif %}
 assert len(samples) == {{ prepared.train | length }}, f"{len(samples)} samples; hwopt reads {{ prepared.train | length }}"
@@ -238,6 +252,10 @@ def script_file(plan: Plan, cache: Path) -> str:
     refuse_unsupported(plan)
     job, training = plan.job, plan.training
     task = make_task(job)
+    if task.facts.decoder and job.data.prompt is None:
+        columns = read_all(job.data.train, job.data.split, read_options(job.data)).table.column_names
+        if job.data.text[0] not in columns:
+            raise InputError(f"--to script: needs data.prompt and data.completion, or a column {job.data.text[0]!r}")
     config = load_config(job.model.name, job.model.config, job.model.revision)
     prepared = task.prepare(job, config, cache, training.seed, max_positions=plan.model.max_positions)
     words, lines = plugin_words(plan, WORDS)
@@ -272,6 +290,7 @@ def refuse_unsupported(plan: Plan) -> None:
         f"data.train: needs one file ({', '.join(filter(None, READERS))}) or a name on the hub": suffix not in READERS,
         "data.eval_fraction: give the evaluation data as a file in data.eval": data.eval_fraction is not None,
         "data.messages: conversations are for --to trl": data.messages is not None,
+        "data.eos_token: has no code": data.eos_token is not None,
         "task.class_weights: has no code": job.task.class_weights is not None,
         "--world-size: the script is for one device": plan.world_size > 1,
     }

@@ -12,14 +12,23 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
-from hwopt.data.sources.columns import PROMPTS, is_text, text_of
+from hwopt.data.sources.columns import (
+    LONG_TEXT,
+    PROMPTS,
+    holds_messages,
+    mean_length,
+    preferences,
+    prompt_columns,
+    text_of,
+)
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
 from hwopt.data.tokenizer import Encoded, LengthLimit
+from hwopt.errors import DataError
 from hwopt.tasks.base import Metrics, Task
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
-from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, token_loss
+from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, encode_texts, token_loss
 from hwopt.tasks.prediction import Generation, Predictor, Trained
 from hwopt.tasks.preparation import token_store
 from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared
@@ -55,7 +64,10 @@ class CausalLM(Task):
         adapter="CAUSAL_LM",
         keys=frozenset(
             f"data.{key}"
-            for key in ("prompt", "completion", "messages", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
+            for key in (
+                *("prompt", "completion", "messages", "blocks"),
+                *("chat_template", "eos_token", "assistant_turns", "sample_prompts"),
+            )
         ),
     )
     default_metric: ClassVar[str] = "eval_loss"
@@ -74,30 +86,40 @@ class CausalLM(Task):
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """Conversations, prompts with completions, or a text."""
         names = table.column_names
+        if reason := preferences(table):
+            return reason
         if chat := chat_columns(names, None):
             if len(chat) == 1:
                 return Recognised({"messages": chat[0]}, chat, f"column {chat[0]!r} holds conversations", 1, chat=True)
             if "text" not in names:
                 why = "columns 'instruction' and 'output' hold conversations (Alpaca)"
                 return Recognised({}, tuple(chat), why, 1, chat=True)
-        for prompt, completion in PROMPTS:
-            if is_text(table, prompt) and is_text(table, completion):
-                why = f"columns {prompt!r} and {completion!r} are prompts with completions"
-                return Recognised({"prompt": prompt, "completion": completion}, (prompt, completion), why, 1)
+        if pair := prompt_columns(table):
+            why = f"columns {pair[0]!r} and {pair[1]!r} are prompts with completions"
+            keys = {"prompt": pair[0], "completion": pair[1]}
+            return Recognised(keys, pair, why, 1, chat=holds_messages(table, pair[0]))
         if texts := text_of(table, None):
             why = f"column {texts[0]!r} holds text, and no column looks like a label"
-            return Recognised({"text": texts[:1]}, tuple(texts[:1]), why, joined=True)
+            if table.num_rows > 1 and mean_length(table, texts[0]) < LONG_TEXT:
+                return Recognised({"text": texts[:1]}, tuple(texts[:1]), why)
+            return Recognised({"text": texts[:1], "blocks": True}, tuple(texts[:1]), f"{why}; it is cut into blocks", joined=True)
         return "no column holds text"
 
     def samples(self, rows: Rows, job: Job) -> Samples:
         """Prompts with completions, texts, or conversations, as the job says or as the columns are named."""
-        data = job.data
-        if data.prompt is not None:
-            return Samples.of(rows, text_columns(rows, (data.prompt, str(data.completion)), "data.prompt and data.completion"))
-        known = data.messages is None and set(data.text) <= set(rows.table.column_names)
-        if columns := () if known else chat_columns(rows.table.column_names, data.messages):
-            return Samples.of(rows, [read_conversations(rows, columns)])
-        return Samples.of(rows, text_columns(rows, data.text, COLUMN_KEYS))
+        data, names = job.data, rows.table.column_names
+        pair = None if data.prompt is None else (data.prompt, str(data.completion))
+        if pair is None and (data.messages is not None or not set(data.text) <= set(names)):
+            if columns := chat_columns(names, data.messages):
+                return Samples.of(rows, [read_conversations(rows, columns)])
+            if reason := preferences(rows.table):
+                raise DataError(f"{rows.source}: {reason}")
+            pair = prompt_columns(rows.table)
+        if pair is None:
+            return Samples.of(rows, text_columns(rows, data.text, COLUMN_KEYS))
+        if holds_messages(rows.table, pair[0]):
+            return Samples.of(rows, [read_conversations(rows, pair)])
+        return Samples.of(rows, text_columns(rows, pair, "data.prompt and data.completion"))
 
     def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
         """(training, evaluation) samples; of a single document the end is held out."""
@@ -127,10 +149,11 @@ class CausalLM(Task):
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         """The token store of `samples`. `seed` has no effect.
 
-        Plain text: documents are joined by the end-of-text token and split into blocks; every token
-        except the first is predicted exactly once. Prompts: one sample per row; only the completion
-        and the end-of-text token are predicted. Conversations: one sample per row, written by the
-        chat template; only the tokens of the assistant are predicted.
+        Texts: one sample per row, with the end-of-text token. Blocks: documents are joined by the
+        end-of-text token and cut into blocks; every token except the first is predicted exactly once.
+        Prompts: one sample per row; only the completion and the end-of-text token are predicted.
+        Conversations: one sample per row, written by the chat template; only the tokens of the
+        assistant are predicted.
         """
         texts, tokenizer, limit = samples.columns, trained.tokenizer, trained.limit
         if is_chat(samples):
@@ -140,19 +163,25 @@ class CausalLM(Task):
             keys = [conversation.key for conversation in texts[0]]
             return _token_store(samples, trained, cache, settings, [keys], partial(encode_chat, samples, template, limit), {})
         if len(texts) == 2:
-            settings = [self.facts.kind, True, limit.max_length]
+            settings = [self.facts.kind, "prompts", limit.max_length]
             encode = partial(encode_prompts, texts, tokenizer, limit, samples.places)
+            return _token_store(samples, trained, cache, settings, texts, encode, {})
+        blocks = trained.job.data.blocks
+        if not (samples.documents if blocks is None else blocks):
+            settings = [self.facts.kind, "texts", limit.max_length]
+            encode = partial(encode_texts, texts[0], tokenizer, limit, samples.places)
             return _token_store(samples, trained, cache, settings, texts, encode, {})
         block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
         encode = partial(encode_blocks, texts[0], tokenizer, block, samples.places.source)
-        return _token_store(samples, trained, cache, [self.facts.kind, False, block], texts, encode, {"max_length": block})
+        return _token_store(samples, trained, cache, [self.facts.kind, "blocks", block], texts, encode, {"max_length": block})
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """How the answers of conversations are found and end, and which tokens are new."""
         if not is_chat(parts["train"]):
             return []
         names = trained.tokenizer.convert_ids_to_tokens
-        found = [template_of(trained).note]
+        prompted = parts["train"].columns[0][0].prompt
+        found = ["chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
         if prepared.chat_tokens.new:
             listed = ", ".join(names(prepared.chat_tokens.new))
             found.append(f"tokenizer: {listed} added; the model gets new embeddings for them, which are trained")
@@ -168,11 +197,15 @@ class CausalLM(Task):
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""
         data, known = job.data, rows.table.column_names
-        if data.prompt is None and (data.messages is not None or not set(data.text) <= set(known)):
+        prompt = data.prompt
+        if prompt is None and (data.messages is not None or not set(data.text) <= set(known)):
             column = prompt_column(known, data.messages)
             if column is not None:
                 return read_prompts(rows, column)
-        names, key = (data.text, COLUMN_KEYS) if data.prompt is None else ((data.prompt,), "data.prompt")
+            prompt = next((name for name, _ in PROMPTS if name in known), None)
+        if prompt is not None and holds_messages(rows.table, prompt):
+            return read_prompts(rows, prompt)
+        names, key = (data.text, COLUMN_KEYS) if prompt is None else ((prompt,), "data.prompt")
         (prompts,) = text_columns(rows, names, key)
         return prompts
 
@@ -210,7 +243,7 @@ def template_of(trained: Trained) -> ChatTemplate:
 
 def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> tuple[dict[str, Any], Encoded]:
     """(arrays of a token store beside the inputs, tokens) of conversations."""
-    found = SampleArrays(samples.places, limit, counts_last=True)
+    found = SampleArrays(samples.places, limit)
     for sample, conversation in enumerate(samples.columns[0]):
         try:
             tokens, answer = template.encode(conversation)

@@ -1,4 +1,4 @@
-"""Samples in which each token is predicted from the ones before it: documents in blocks, and prompts with completions."""
+"""Samples in which each token is predicted from the ones before it: texts, documents in blocks, prompts with completions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ def blocks(tokens: NDArray[np.int32], length: int) -> tuple[NDArray[np.int32], N
     return tokens[:-1].astype(np.int32), tokens[1:].astype(np.int64), offsets
 
 
+def ended(tokens: Sequence[int], end: int | None) -> list[int]:
+    """`tokens` with the end-of-text token `end` behind them, once; None: the tokenizer has none."""
+    return [*tokens, *(() if end is None or tokens[-1:] == [end] else (end,))]
+
+
 def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) -> tuple[list[int], list[int]]:
     """(inputs, labels) of one sample.
 
     Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
     """
-    tokens = [*prompt, *completion, *(() if end is None else (end,))]
+    tokens = [*prompt, *ended(completion, end)]
     masked = max(len(prompt) - 1, 0)
     return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
 
@@ -42,11 +47,11 @@ def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) 
 class SampleArrays:
     """Collects samples of tokens with a label each, for the arrays of a token store.
 
-    `counts_last`: data.max_length also counts the token behind the last input, which is only a label, as in TRL.
+    data.max_length counts tokens as TRL does: also the one behind the last input, which is only a label.
     """
 
-    def __init__(self, places: Places, limit: LengthLimit, counts_last: bool = False) -> None:
-        self.places, self.limit, self.counts_last = places, limit, counts_last
+    def __init__(self, places: Places, limit: LengthLimit) -> None:
+        self.places, self.limit = places, limit
         self.inputs: list[NDArray[np.int32]] = []
         self.labels: list[NDArray[np.int64]] = []
         self.truncated = 0
@@ -57,7 +62,7 @@ class SampleArrays:
         import numpy as np
 
         longest = self.limit.max_length
-        kept = len(tokens) if longest is None else min(longest - self.counts_last, len(tokens))
+        kept = len(tokens) if longest is None else min(longest - 1, len(tokens))
         self.limit.check([kept], self.places, sample)
         if all(label == IGNORED for label in labels[:kept]):
             self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
@@ -103,6 +108,20 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
         "documents": np.searchsorted(begins, offsets[:-1], side="right") - 1,
     }
     return arrays, Encoded(inputs, None, lengths, 0)
+
+
+def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
+    """(arrays of a token store beside the inputs, tokens) of texts, one sample per row, each with the end-of-text token.
+
+    A text that begins with the tokenizer's first token, as one that a chat template wrote, gets no second one.
+    """
+    found = SampleArrays(places, limit)
+    for start in range(0, len(texts), CHUNK):
+        for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK], special=True), start):
+            begins_twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+            tokens = ended(ids[1:] if begins_twice else ids, tokenizer.eos_token_id)
+            found.add(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
+    return found.arrays()
 
 
 def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:

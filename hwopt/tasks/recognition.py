@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
-from hwopt.data.sources.columns import EXAMINED, files_beside
+from hwopt.data.sources.columns import EXAMINED, files_beside, preferences
 from hwopt.data.sources.file_format import read_any, reading_notes
 from hwopt.errors import DataError
 from hwopt.text import listing
@@ -95,6 +95,8 @@ def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str,
         if isinstance(found, Recognised):
             return kind, found
         raise DataError(f"{source}: {found}. It has: {listing(table.column_names, 30)}")
+    if reason := preferences(table):
+        raise DataError(f"{source}: {reason}")
     answers = {each: task_class(each).recognise(table, False) for each in task_kinds()}
     recognised = {each: answer for each, answer in answers.items() if isinstance(answer, Recognised)}
     if recognised:

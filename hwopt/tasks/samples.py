@@ -20,11 +20,13 @@ class Samples:
     """One list per column, with a text, a list of words, a conversation or an image for each sample."""
     labels: list[Any]
     """One per sample; empty if labels are tokens."""
+    documents: bool = False
+    """Each sample is a whole text file."""
 
     @classmethod
     def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:
         """The rows that are not bad. Raises DataError as `Rows.usable` does."""
-        return cls(rows.places, rows.bad_rows, columns, labels or []).take(rows.usable())
+        return cls(rows.places, rows.bad_rows, columns, labels or [], rows.documents).take(rows.usable())
 
     def __len__(self) -> int:
         return len(self.places.numbers)

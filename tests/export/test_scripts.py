@@ -62,7 +62,8 @@ def saved_model(folder: Path, kind: str) -> str:
 JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "classes": ("bert", "text-classification", {"max_length": 12}),
     "pairs": ("bert", "text-classification", {"text": ["text", "second"]}),
-    "blocks": ("llama", "causal-lm", {"max_length": 16}),
+    "texts": ("llama", "causal-lm", {"max_length": 8}),
+    "blocks": ("llama", "causal-lm", {"max_length": 16, "blocks": True}),
     "prompts": ("llama", "causal-lm", {"prompt": "text", "completion": "second", "max_length": 14}),
 }
 

@@ -9,15 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
 from hwopt.config.job import Job
+from hwopt.data.bad_rows import Places
+from hwopt.data.tokenizer import LengthLimit
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
-from hwopt.tasks.next_token import blocks, prompted
+from hwopt.tasks.next_token import blocks, encode_texts, prompted
 from hwopt.tasks.prepared import IGNORED, Prepared
+from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
 
+SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
@@ -27,7 +32,7 @@ def prepare(source: str, cache: Path, config: Any = GPT2, positions: int | None 
     return job, task, task.prepare(job, load_config(None, config), cache, 0, positions)
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> str:
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -72,9 +77,91 @@ def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
     assert prepare(str(tmp_path / "a.txt"), tmp_path / "cache")[2].train.lengths.max() <= 64
 
 
+ASKED, ANSWERED = [{"role": "user", "content": "Two and two?"}], [{"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": "one cat"}, {"text": "a text that is longer than the others, and is cut"}, {"text": "dogs<|endoftext|>"}],
+        [{"prompt": "ask? ", "completion": "four"}, {"prompt": "a b", "completion": " that is long, and is cut"}],
+        [{"prompt": ASKED, "completion": ANSWERED}, {"prompt": [*ASKED, *ANSWERED, *ASKED], "completion": ANSWERED}],
+    ],
+    ids=["text", "prompt", "messages"],
+)
+def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    chat = {"chat_template": "chatml"} if isinstance(rows[0].get("prompt"), list) else {}
+    most = 128 if chat else 24
+    config = {**GPT2, "n_positions": 128}
+    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", config, 128, max_length=most, **chat)
+    loaded = load_config(None, config)
+    loaded.vocab_size = len(prepared.tokenizer)
+    off: Any = {SWITCH: False}
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_config(loaded),
+        SFTConfig(str(tmp_path / "trl"), max_length=most, use_cpu=True, bf16=False, report_to=[], **off),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=prepared.tokenizer,
+    )
+    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(len(rows))])
+    for row, (tokens, labels, mask) in enumerate(zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)):
+        ours, length = prepared.train.row(row), int(mask.sum())
+        assert ours["input_ids"].tolist() == tokens[: length - 1].tolist()
+        assert ours["labels"].tolist() == labels[1:length].tolist()
+
+
+def test_text_that_begins_with_the_first_token_gets_no_second_one() -> None:
+    class Tokenizer:
+        bos_token_id, eos_token_id = 1, 2
+
+        def __call__(self, texts: str | list[str], **_: Any) -> dict[str, Any]:
+            return {"input_ids": [[1] if isinstance(texts, str) else [1, *map(int, text.split())] for text in texts]}
+
+    places = Places("a", "row", range(2))
+    arrays, encoded = encode_texts(["1 7 8", "7 8 2"], Tokenizer(), LengthLimit(None, None), places)
+    assert encoded.ids.tolist() == [1, 7, 8] * 2
+    assert arrays["labels"].tolist() == [7, 8, 2] * 2
+
+
+def test_preferences_are_refused_with_the_way_to_train_them(tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20
+    with pytest.raises(DataError, match=r"a\.jsonl: columns 'chosen' and 'rejected' hold preferences.*hwopt\.optimized"):
+        prepare(write(tmp_path / "a.jsonl", pairs), tmp_path / "cache")
+    with pytest.raises(DataError, match="'chosen' and 'rejected' hold preferences"):
+        recognise(str(tmp_path / "a.jsonl"))
+    prepare(str(tmp_path / "a.jsonl"), tmp_path / "cache", prompt="prompt", completion="chosen")
+    marked: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": bool(row % 2)} for row in range(20)]
+    with pytest.raises(DataError, match="'completion' and 'label' hold preferences"):
+        prepare(write(tmp_path / "b.jsonl", marked), tmp_path / "cache")
+
+
+def test_prompts_and_completions_are_known_by_their_names(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "two and two?", "answer": " four"}] * 2)
+    _, _, prepared = prepare(source, tmp_path / "cache")
+    labels = prepared.train.row(0)["labels"]
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == " four<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([{"prompt": ASKED, "completion": ASKED}], "the last message in 'completion' is not the assistant's"),
+        ([{"prompt": ASKED, "completion": [{**ANSWERED[0], "weight": 0}]}], "marks a message in 'completion' as not"),
+        ([{"prompt": [], "completion": ANSWERED}, {"prompt": ASKED, "completion": ANSWERED}], "'prompt' holds no list of"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt_with_its_completion(tmp_path: Path, rows: list[Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", chat_template="chatml", on_bad_row="stop")
+
+
 def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
-    _, _, prepared = prepare(source, tmp_path / "cache", text="story", max_bad_rows=0.5)
+    _, _, prepared = prepare(source, tmp_path / "cache", text="story", blocks=True, max_bad_rows=0.5)
     row = prepared.train.row(0)
     assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs"
     assert prepared.warnings == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
@@ -90,14 +177,14 @@ def test_held_out_part_is_the_end_of_the_data(tmp_path: Path) -> None:
     assert text.endswith(end)
     assert len(end) == round(len(text) / 10)
     source = write(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(10)])
-    _, _, prepared = prepare(source, tmp_path / "cache", eval_fraction=0.2, max_length=4)
+    _, _, prepared = prepare(source, tmp_path / "cache", eval_fraction=0.2, max_length=4, blocks=True)
     assert prepared.eval is not None
     joined = [prepared.tokenizer.decode(store.array("labels")) for store in (prepared.train, prepared.eval)]
     assert sorted(part.count("<|endoftext|>") for part in joined) == [1, 7]
     source = write(tmp_path / "b.jsonl", [{"text": "held out"}])
     _, _, prepared = prepare(str(tmp_path / "a.jsonl"), tmp_path / "cache", eval=source)
     assert prepared.eval is not None
-    assert prepared.tokenizer.decode(prepared.eval.array("labels")).endswith("ld out")
+    assert prepared.tokenizer.decode(prepared.eval.array("labels")).endswith("ld out<|endoftext|>")
 
 
 def test_prompt_tokens_have_no_label(tmp_path: Path) -> None:
@@ -118,7 +205,7 @@ def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: P
     _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
     assert prepared.notes == ["truncated 1 of 2 texts to 6 tokens"]
     labels = prepared.train.row(0)["labels"]
-    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdefg"  # the last character is predicted from the sixth token
+    assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdef"  # max_length counts the last label
     with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, more than .* limit of 20; set data\.max_length = 20"):
         prepare(source, tmp_path / "cache", config, 20, **columns)
     prepare(source, tmp_path / "cache", config, 26, **columns)

@@ -1,14 +1,15 @@
 """Conversations: recognise the formats of chat data, and read their messages.
 
-Three formats are recognised: `messages` of OpenAI ({"role", "content"}), `conversations` of ShareGPT ({"from", "value"}), and the
-columns `instruction`, `input` and `output` of Alpaca. hwopt.data.chat_template turns them into tokens.
+Four formats are recognised: `messages` of OpenAI ({"role", "content"}), `conversations` of ShareGPT ({"from", "value"}), the
+columns `instruction`, `input` and `output` of Alpaca, and TRL's `prompt` and `completion` with a list of messages each.
+hwopt.data.chat_template turns them into tokens.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.text import first_line, truncate
@@ -51,17 +52,19 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     untrained: tuple[int, ...] = ()
     """Indices of answers that the data marks as not to be trained."""
+    prompt: int = 0
+    """So many messages are a prompt, and all text after them is trained, as in TRL; 0: each answer is trained."""
 
     @property
     def answers(self) -> list[int]:
         """Indices of the messages to train."""
-        assistant = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        assistant = [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.prompt]
         return [number for number in assistant if number not in self.untrained]
 
     @property
     def key(self) -> str:
         """A text that is equal for equal conversations."""
-        parts = [self.messages, self.tools, *([self.untrained] if self.untrained else [])]
+        parts = [self.messages, self.tools, *filter(None, (self.untrained, self.prompt))]
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
@@ -141,6 +144,8 @@ def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
 def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
     """The conversation in the cells of one row. Raises BadConversation."""
     if len(columns) == 2:
+        if isinstance(cells[columns[0]], list):
+            return prompted_messages(cells, columns)
         return Conversation(alpaca_messages(cells, columns))
     found = listed_messages(cells, columns[0])
     if not any(message["role"] == "assistant" for message in found.messages):
@@ -162,6 +167,16 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
         messages.insert(0, {"role": "system", "content": str(system)})
     untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
     return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None, tuple(untrained))
+
+
+def prompted_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
+    """The conversation of a prompt and its completion, a list of messages each. Raises BadConversation."""
+    prompt, completion = listed_messages(cells, columns[0]), listed_messages({columns[1]: cells[columns[1]]}, columns[1])
+    if completion.messages[-1]["role"] != "assistant":
+        raise BadConversation(f"the last message in {columns[1]!r} is not the assistant's")
+    if completion.untrained:
+        raise BadConversation(f"marks a message in {columns[1]!r} as not to be trained; move it to {columns[0]!r}")
+    return replace(prompt, messages=[*prompt.messages, *completion.messages], prompt=len(prompt.messages))
 
 
 def parsed(text: str, what: str) -> Any:

@@ -24,7 +24,11 @@ PROMPTS = (
     *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
     *(("question", "answer"), ("input", "output"), ("source", "target")),
 )
+PREFERENCES = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+"""Columns of pairs of a good and a bad answer."""
 TEXTS = ("text", "sentence", "content", "review", "document", "body")
+LONG_TEXT = 6_000
+"""Letters. Longer texts, on average, are books or articles rather than samples."""
 MOST_CLASSES = 100
 """A column with more values is not a label, unless its name says so."""
 ROWS_A_CLASS = 4
@@ -67,6 +71,42 @@ def text_of(table: pa.Table, label: str | None) -> list[str]:
             return [lower[name]]
     longest = max(lower.values(), key=lambda name: mean_length(table, name), default=None)
     return [] if longest is None else [longest]
+
+
+def prompt_columns(table: pa.Table) -> tuple[str, str] | None:
+    """The columns of prompts and completions, texts or lists of messages; None if there are none."""
+    for prompt, completion in PROMPTS:
+        if all(is_text(table, name) for name in (prompt, completion)) or all(
+            holds_messages(table, name) for name in (prompt, completion)
+        ):
+            return prompt, completion
+    return None
+
+
+def holds_messages(table: pa.Table, name: str) -> bool:
+    """Whether the column holds lists of objects."""
+    import pyarrow as pa
+
+    if table.column_names.count(name) != 1:
+        return False
+    kind = table[name].type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(lists and pa.types.is_struct(kind.value_type))
+
+
+def preferences(table: pa.Table) -> str | None:
+    """Why the data of preference methods, whose bad answers must not be trained, cannot be used; None for other data."""
+    import pyarrow as pa
+
+    names = set(table.column_names)
+    found = next((pair for pair in PREFERENCES if set(pair) <= names), None)
+    if found is None and {"prompt", "completion", "label"} <= names and pa.types.is_boolean(table["label"].type):
+        found = ("completion", "label")
+    return found and (
+        f"columns {found[0]!r} and {found[1]!r} hold preferences, and `hwopt run` would train the bad answers too. Use a "
+        "trainer of TRL in a script of your own, with hwopt.optimized(DPOTrainer, PROFILE): docs/your-script.md. To train "
+        "good answers alone, name their column in data.messages, or prompts and answers in data.prompt and data.completion"
+    )
 
 
 def is_text(table: pa.Table, name: str) -> bool:

@@ -32,7 +32,8 @@ def joined(parts: Sequence[Rows], source: str, mixed: Mixed | None) -> Rows:
         bad_rows.cells |= {start + number: cells for number, cells in rows.bad_rows.cells.items()}
         bad_rows.hint = bad_rows.hint or (rows.bad_rows.hint if rows.bad_rows.cells else None)
     places = Places(source, "row", numbers, origins, mixed)
-    return Rows(table, places, bad_rows, non_strings, tuple(note for rows in parts for note in rows.notes))
+    documents = all(rows.documents for rows in parts)
+    return Rows(table, places, bad_rows, non_strings, documents, tuple(note for rows in parts for note in rows.notes))
 
 
 def joined_table(parts: Sequence[Rows]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:

@@ -41,6 +41,8 @@ class Rows:
     bad_rows: BadRows
     non_strings: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """For columns with mixed types, which the table stores as strings: column -> table row -> the original value."""
+    documents: bool = False
+    """Each row is a whole text file."""
     notes: tuple[str, ...] = ()
     """Lines for the screen."""
 

@@ -173,7 +173,8 @@ def read_document(path: Path, options: ReadOptions) -> Rows:
     elif not text.strip():
         bad_rows.add(1, "has no text")
     texts = [] if bad_rows.reasons else [text]
-    return Rows(pa.table({"text": pa.array(texts, pa.string())}), Places(str(path), "row", [1] * len(texts)), bad_rows)
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    return Rows(table, Places(str(path), "row", [1] * len(texts)), bad_rows, documents=True)
 
 
 def read_parquet(path: Path) -> pa.Table:
