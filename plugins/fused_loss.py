@@ -167,6 +167,11 @@ def return_input(hidden: Any) -> Any:
     return hidden
 
 
+def linear_in(layer: Any) -> Any:
+    """The linear layer in an output layer, which PEFT wraps to train the rows of some tokens; else `layer`."""
+    return layer.original_module if type(layer).__name__ == "TrainableTokensWrapper" else layer
+
+
 class FusedHead:
     """The output layer of a model. Between `attach` and `detach` the layer returns its input, and `loss` applies the layer.
 
@@ -183,12 +188,11 @@ class FusedHead:
         import torch
 
         layer = model.get_output_embeddings()
-        if type(layer) is not torch.nn.Linear:
+        if type(linear_in(layer)) is not torch.nn.Linear:
             found = f"a {type(layer).__name__} of {type(layer).__module__.split('.')[0]}"
             raise PluginError(
                 f"plugin 'fused_loss': the output layer of {type(model).__name__} is {found}, expected torch.nn.Linear. "
-                "If an adapter trains it (plugins.adapter.target_modules, or tokens that the chat template adds), "
-                "remove [plugins.fused_loss]"
+                "If an adapter trains it (plugins.adapter.target_modules), remove [plugins.fused_loss]"
             )
         vars(layer)["forward"] = return_input
         self.layer = weakref.ref(layer)
@@ -205,20 +209,21 @@ class FusedHead:
         import torch
 
         hidden, labels, layer = outputs.logits.flatten(0, 1), targets.flatten(), self.layer()
-        if hidden.shape[1] != layer.in_features:
+        linear, weight = linear_in(layer), layer.weight  # of PEFT's wrapper: with the trained rows
+        if hidden.shape[1] != linear.in_features:
             raise PluginError(
                 f"plugin 'fused_loss': the model returns {hidden.shape[1]} values per token, but its output layer expects "
-                f"{layer.in_features}. The model changes the logits. Remove [plugins.fused_loss]"
+                f"{linear.in_features}. The model changes the logits. Remove [plugins.fused_loss]"
             )
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        dtype = autocast or self.dtype or layer.weight.dtype
+        dtype = autocast or self.dtype or weight.dtype
         count = (targets != IGNORED).sum()
         # liger computes no weight gradient if the hidden states need none
         if self.backend == "liger" and hidden.is_cuda and (hidden.requires_grad or not torch.is_grad_enabled()):
-            return liger_cross_entropy(hidden, layer.weight, layer.bias, labels, dtype=dtype), count
+            return liger_cross_entropy(hidden, weight, linear.bias, labels, dtype=dtype), count
         fused = partial(linear_cross_entropy, chunks=self.chunks, dtype=dtype, on_card=self.on_card)
-        return fused(hidden, layer.weight, layer.bias, labels), count
+        return fused(hidden, weight, linear.bias, labels), count
 
 
 def liger_capability(context: Context) -> Support:
@@ -309,13 +314,14 @@ class FusedLoss(Plugin):
         layer = run.inner_model.get_output_embeddings()
         if layer.forward is not return_input:
             return Evidence.inactive("the output layer still computes the logits")
+        linear = linear_in(layer)
         operators, micro_batches = run.observation.operators, len(run.last_step_batch.sizes)
         liger, torch_loss = operators.get(LIGER_OPERATOR, 0), operators.get(FUSED_OPERATOR, 0)
         fused, plain = liger + torch_loss, sum(operators.get(name, 0) for name in PLAIN_OPERATORS)
         tokens = max(rows * width for rows, width in run.last_step_batch.sizes)
         chunks = operators.get("aten::scatter_add_", 0) // max(1, fused)  # one per chunk; liger uses its own kernel
         seen = (
-            f"the output layer returned {layer.in_features:,} values per token instead of {layer.out_features:,}; in step 1 "
+            f"the output layer returned {linear.in_features:,} values per token instead of {linear.out_features:,}; in step 1 "
             f"{fused} fused loss(es), {plain} on whole logits; {tokens:,} tokens in {chunks or 'as many chunks as liger chose'}"
         )
         if chunks:

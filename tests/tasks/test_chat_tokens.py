@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hwopt import api
@@ -89,6 +90,17 @@ def test_checkpoint_of_an_adapter_has_the_new_tokens_and_their_end(tied: bool, t
     with torch.no_grad():
         torch.testing.assert_close(found.model(input_ids=ids).logits, merged(input_ids=ids).logits)
     assert end in TextGenerator(found.trained, found.model, Generation()).config.eos_token_id
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_loss_trains_the_embeddings_of_new_tokens_under_an_adapter(tied: bool, tmp_path: Path) -> None:
+    adapter = {"always": True}
+    plain, _ = trained_on_chats(tmp_path / "plain", tied, adapter=adapter)
+    fused, _ = trained_on_chats(tmp_path / "fused", tied, adapter=adapter, fused_loss={})
+    expected, found = (load_file(run / "final" / "model.safetensors") for run in (plain, fused))
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
