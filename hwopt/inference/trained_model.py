@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -188,13 +189,25 @@ def load_model(found: RunModel, base: str, config: Any, dtype: Any, attention: s
     options = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     revision = found.job.model.revision if found.is_adapter else None
     model = load_weights(auto_class, base, revision, config, new_head=found.is_adapter, **options)
-    if found.is_adapter:
-        embed_trained_tokens(model, found.folder)
-        try:
-            model.load_adapter(str(found.folder))
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"{found.folder}: cannot load the adapter: {error}") from error
-    return model
+    return with_adapter(model, found.folder) if found.is_adapter else model
+
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    """The base `model` with the adapter in `folder`. Raises InputError if a part of it cannot be loaded.
+
+    PEFT loads it: `load_adapter` of older versions of transformers leaves out weights without an error.
+    """
+    import peft
+
+    embed_trained_tokens(model, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            # peft 0.21 reads a property that transformers 5.23 renamed
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
+            return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
+    except (ImportError, OSError, ValueError, RuntimeError, UserWarning) as error:
+        raise InputError(f"{folder}: cannot load the adapter: {first_line(error)}") from error
 
 
 def embed_trained_tokens(model: Any, folder: Path) -> None:
