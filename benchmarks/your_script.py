@@ -1,6 +1,9 @@
 """The table of docs/your-script.md: scripts of others, unmodified and with `hwopt.optimized`.
 
     python benchmarks/your_script.py [NAME...]
+    python tests/pretend_cuda rtx3090 python benchmarks/your_script.py --card [NAME...]
+
+With --card: kernel launches and waits of the host in an optimizer step, on a pretend card.
 
 Tiny models with random weights, fp32, 8 steps of 2 x 6 rows, on the CPU. Each row: the largest relative difference of a loss and
 of a gradient norm to the unmodified script, and the tokens that were computed, of how many in the unmodified script.
@@ -248,7 +251,58 @@ def row_of(name: str, script: Callable[..., Any]) -> str:
     return f"| {name} | {CHANGED_LINES} | {differences} | {computed} | {repeated} |"
 
 
-if __name__ == "__main__":
+class Steps(transformers.TrainerCallback):
+    """Keeps the counters of the pretend card after each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        from pretend_cuda.counters import Counts, report
+
+        self.counts.append(Counts(report()["counters"]))
+
+
+def per_step(script: Callable[..., Any], wrap: Any) -> tuple[float, float]:
+    """(launches, waits) of a step, averaged over the last WARM steps."""
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    transformers.set_seed(0)
+    trainer = script(wrap, tempfile.mkdtemp())
+    steps = Steps()
+    trainer.add_callback(steps)
+    trainer.train()
+    first, last = steps.counts[-WARM - 1], steps.counts[-1]
+    launches, waits = last["launch"] - first["launch"], last.waits - first.waits
+    return launches / WARM, waits / WARM
+
+
+WARM = 4
+"""Counted steps: the last ones, after evidence has looked at the first."""
+
+
+def card_row(name: str, script: Callable[..., Any]) -> str:
+    """The line of the table of launches and waits. The plan computes as many rows at once as the script."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        plain, changed = (per_step(script, wrap) for wrap in (as_it_is, partial(hwopt.optimized, profile="auto", **ON_CARD)))
+    return f"| {name} | {plain[0]:,.0f} | {changed[0]:,.0f} | {plain[1]:.1f} | {changed[1]:.1f} |"
+
+
+ON_CARD = {"batch": {"train": 6}, "precision": {"dtype": "fp32"}, "checkpointing": False, "adapter": False, "compile": False}
+
+
+if __name__ == "__main__" and "--card" in sys.argv:
+    transformers.logging.set_verbosity_error()
+    ARGUMENTS |= {"use_cpu": False, "logging_steps": 100, "dataloader_num_workers": 0}
+    print("| script | launches | with hwopt | waits | with hwopt |")
+    print("|---|---|---|---|---|", flush=True)
+    for name, script in scripts().items():
+        if not sys.argv[2:] or name in sys.argv[2:]:
+            try:
+                print(card_row(name, script), flush=True)
+            except RuntimeError as error:  # shapes that depend on values which the card does not compute
+                print(f"{name}: {error}", file=sys.stderr)
+elif __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     print("| script | changed lines | losses | norms | computed tokens | after an out-of-memory error in step 3 |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
@@ -146,6 +147,8 @@ class OptimizedTrainer:
         except TypeError:  # an IterableDataset
             batches = 1
         self._run.train_loader = Loader(loader, ceil(batches / self._trainer.args.gradient_accumulation_steps))
+        if self._run.device.type == "cuda" and isinstance(loader, DataLoaderShard):
+            loader.device = None  # a step is split on the host, where lengths can be read without waiting for the device
         return loader
 
     def get_batch_samples(self, *positional: Any, **named: Any) -> Any:

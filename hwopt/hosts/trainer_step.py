@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -60,7 +61,7 @@ class TrainerStep:
         if not self.is_split:
             self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self.batches])
             with self._whole_batch():
-                return compute(inputs, count)
+                return compute(send_to_device(inputs, self.trainer.args.device, non_blocking=True), count)
         if self._left:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
@@ -160,7 +161,7 @@ class TrainerStep:
                 self.weight = part.weight
                 last = number == len(parts) - 1
                 with nullcontext() if last else self.trainer.accelerator.no_sync(model=model):
-                    total = total + compute(part.inputs, count)
+                    total = total + compute(sent(part.inputs, self.run.device), count)
         finally:
             self.weight = 1.0
         return total
@@ -194,6 +195,14 @@ class TrainerStep:
         run = self.run
         pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
         run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
+
+
+def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
+    """`inputs` on `device`. The copies do not wait for a GPU: they start from pinned memory."""
+    if device.type != "cuda":
+        return inputs
+    pinned = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    return send_to_device(pinned, device, non_blocking=True)
 
 
 @contextmanager

@@ -201,7 +201,8 @@ struct Computed : c10::OperatorKernel {
 
     void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
         const size_t takes = op.schema().arguments().size(), gives = op.schema().returns().size();
-        if (inside || fails) return run(op, keys, stack);
+        // nonzero in an outer operator decides a shape there, as for index_put_ with a mask
+        if ((inside && name != "aten::nonzero") || fails) return run(op, keys, stack);
         std::vector<IValue> arguments(stack->end() - takes, stack->end());
         Sizes given = sizes_of(arguments);
         if (given.mixed || (limit >= 0 && given.elements > limit)) return run(op, keys, stack);
