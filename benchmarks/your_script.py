@@ -288,12 +288,13 @@ def card_row(name: str, script: Callable[..., Any]) -> str:
     return f"| {name} | {plain[0]:,.0f} | {changed[0]:,.0f} | {plain[1]:.1f} | {changed[1]:.1f} |"
 
 
+CARD_ARGUMENTS = {"use_cpu": False, "logging_steps": 100}
 ON_CARD = {"batch": {"train": 6}, "precision": {"dtype": "fp32"}, "checkpointing": False, "adapter": False, "compile": False}
 
 
 if __name__ == "__main__" and "--card" in sys.argv:
     transformers.logging.set_verbosity_error()
-    ARGUMENTS |= {"use_cpu": False, "logging_steps": 100, "dataloader_num_workers": 0}
+    ARGUMENTS |= CARD_ARGUMENTS
     print("| script | launches | with hwopt | waits | with hwopt |")
     print("|---|---|---|---|---|", flush=True)
     for name, script in scripts().items():
