@@ -8,6 +8,10 @@ Source: PyTorch 2, Ansel et al. 2024 (doi:10.1145/3620665.3640366); https://docs
 Hardware: a CUDA device of compute capability 7.0 with Triton, or a CPU with a C++ compiler.
 Cost: 15 to 120 s in the first step, less with scope = "block" (equal layers share one graph); padding up to the next width.
 Numerical effect: rounding.
+
+The modes "reduce-overhead" and "max-autotune" record CUDA graphs, whose outputs are overwritten by the next call: the gradients
+of a step with several micro-batches would be wrong, or the backward pass fails (pytorch#96693, pytorch#169545). Length batching
+and the retry after an out-of-memory error make several of any step, so on a CUDA device these modes are used without graphs.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ from hwopt.plugin import (
 )
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Mode that records CUDA graphs -> the same mode without them."""
 TRITON_NEEDS = (7, 0)
 COMPILED_GRAPH = "## Call CompiledFxGraph"
 """The start of the name under which torch's profiler records a call of code that inductor made."""
@@ -122,7 +128,8 @@ class Compile(Plugin):
 
     class Options(PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
-            default="default", description="Mode of torch.compile. CUDA graphs (reduce-overhead) reserve memory for each shape."
+            default="default",
+            description="Mode of torch.compile; on a CUDA device those with CUDA graphs run without graphs.",
         )
         scope: Literal["model", "block"] = Field(
             default="model", description="What is compiled: the whole model, or each of its repeated layers."
@@ -148,6 +155,11 @@ class Compile(Plugin):
             return Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
             return Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
+        if hardware.device_type == "cuda" and (mode := WITHOUT_GRAPHS.get(self.options.mode)):
+            found = type(self)(self.options.model_copy(update={"mode": mode})).probe(context)
+            options = found.options[0] if found.options else self.options.model_copy(update={"mode": mode})
+            why = f"{self.options.mode} records CUDA graphs, which several micro-batches of a step would overwrite"
+            return Decision.fallback(options, f"{why}; {found.reason}")
         if context.task.inputs == "images":
             return Decision.apply(f"{self.options.scope}, mode {self.options.mode}, images of one size")
         limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
@@ -178,7 +190,7 @@ class Compile(Plugin):
 
     @classmethod
     def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
-        """Off, or on for the repeated layers or the whole model. CUDA graphs are left out: they reserve memory for each shape."""
+        """Off, or on for the repeated layers or the whole model."""
         scopes = ("block", "model")
         changes: list[dict[str, Any]] = [{"enabled": False}, *({"scope": scope} for scope in scopes)]
         present = 0 if options is None else 1 + scopes.index(options.scope)

@@ -81,6 +81,8 @@ def reward(trainer: Any, counted: bool) -> Additivity:
     return Additivity("rows", "the loss of RewardTrainer is a mean over pairs", pairs=True)
 
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""
 TRL: dict[str, Callable[[Any, bool], Additivity]] = {
     "trl.trainer.sft_trainer.SFTTrainer": sft,
     "trl.trainer.dpo_trainer.DPOTrainer": dpo,
@@ -93,6 +95,8 @@ def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> 
     """The law of `trainer`'s loss. `counted`: it passes `num_items_in_batch` to the model. `given`: what the user says."""
     if engine := engine_of(trainer.args):
         return Additivity(None, f"{engine} of your arguments owns the step")
+    if (mode := trainer.args.torch_compile_mode) in GRAPH_MODES and trainer.args.device.type == "cuda":
+        return Additivity(None, f"torch_compile_mode = {mode!r} records CUDA graphs, which the next micro-batch overwrites")
     if given is not None:
         if given not in LAWS:
             raise InputError(f"additive = {given!r}: expected one of {listing(LAWS)}")

@@ -12,7 +12,7 @@ from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.training.evidence import observing
-from hwopt_plugins.compile import Compile, compiler_limits, fixed_widths, repeated_blocks
+from hwopt_plugins.compile import WITHOUT_GRAPHS, Compile, compiler_limits, fixed_widths, repeated_blocks
 
 CPU = described("CPU", None, 32.0)
 H100 = described("H100", (9, 0), 80.0)
@@ -92,6 +92,17 @@ def test_too_narrow_widths_are_extended():
     assert "128 tokens" in decision.reason
     assert "is 96" in decision.reason
     assert decided(CPU, widths=(64, 128)).kind == "apply"
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAPHS)
+def test_modes_with_cuda_graphs_are_used_without_graphs_on_a_card(mode):
+    plugin = Compile(Compile.Options(mode=mode))
+    decision = plugin.probe(context(H100))
+    assert (decision.kind, decision.options[0].mode) == ("fallback", WITHOUT_GRAPHS[mode])
+    assert decision.options[0].widths[-1] == 128
+    assert "several micro-batches of a step would overwrite" in decision.reason
+    assert plugin.probe(context(CPU)).options[0].mode == mode
+    assert plugin.probe(context(replace(H100, compute_capability=(6, 0)))).kind == "skip"
 
 
 def test_missing_compiler_or_old_card_is_skipped():

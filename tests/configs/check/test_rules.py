@@ -155,6 +155,9 @@ dora-dropout | 2 | lora_dropout: 0
 compile-widths | 1 | fixed widths
   torch_compile: true / torch_compile_mode: reduce-overhead
   torch_compile: true / packing: true
+compile-graphs | 1 | torch_compile_mode: default | level=error
+  torch_compile: true / torch_compile_mode: reduce-overhead / gradient_accumulation_steps: 4
+  torch_compile: true / torch_compile_mode: reduce-overhead / gradient_accumulation_steps: 1
 length-groups | 1
   train_sampling_strategy: group_by_length
   train_sampling_strategy: random

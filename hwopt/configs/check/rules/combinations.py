@@ -132,6 +132,20 @@ COMBINATIONS = (
         tools=TRAINERS,
     ),
     combination(
+        "compile-graphs",
+        "error",
+        {
+            "torch_compile": True,
+            "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
+            "gradient_accumulation_steps": lambda steps: isinstance(steps, int) and steps > 1,
+        },
+        "{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
+        "The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
+        source="pytorch#169545, pytorch#96693",
+        fix={"torch_compile_mode": "default"},
+        tools=TRAINERS,
+    ),
+    combination(
         "length-groups",
         "information",
         {"group_by_length": True},
