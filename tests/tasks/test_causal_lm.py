@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,24 @@ def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
     assert prepare(str(tmp_path / "a.txt"), tmp_path / "cache")[2].train.lengths.max() <= 64
 
 
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps the settings of the first Trainer of a process, which later tests must not get."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    def reset() -> None:
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+
+    reset()
+    yield
+    reset()
+
+
 ASKED, ANSWERED = [{"role": "user", "content": "Two and two?"}], [{"role": "assistant", "content": "4"}]
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize(
     "rows",
     [
