@@ -197,10 +197,10 @@ def with_adapter(model: Any, folder: Path) -> Any:
 
     PEFT loads it: `load_adapter` of older versions of transformers leaves out weights without an error.
     """
-    import peft
-
     embed_trained_tokens(model, folder)
     try:
+        import peft
+
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             # peft 0.21 reads a property that transformers 5.23 renamed

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.fused_loss import liger_cross_entropy, linear_cross_entropy
+from hwopt_plugins.fused_loss.cross_entropy import liger_cross_entropy, linear_cross_entropy
 
 pytestmark = pytest.mark.device("real")
 

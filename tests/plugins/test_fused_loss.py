@@ -27,7 +27,8 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.fused_loss import FusedLoss, chunked_cross_entropy, liger_cross_entropy, linear_cross_entropy
+from hwopt_plugins.fused_loss import FusedLoss
+from hwopt_plugins.fused_loss.cross_entropy import chunked_cross_entropy, liger_cross_entropy, linear_cross_entropy
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}  # tied, dropout 0.1

@@ -1,0 +1,50 @@
+"""The dtypes of weights and products in a running model, for the evidence of the plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hwopt.plugin import RunView, first_names
+from hwopt_plugins.precision.frozen import CAST
+
+PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
+"""Dtype -> its name in torch's profiler."""
+
+
+def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
+    """(dtypes of the products of all linear layers, which layers computed in fp32 although others did not).
+
+    Both are empty if the layers could not be observed. Layers that transformers keeps in fp32 do not count.
+    """
+    short = {recorded: name for name, recorded in PROFILER_NAMES.items()}
+    kept = {*(getattr(run.inner_model, "_keep_in_fp32_modules", None) or ())}
+    layers = {
+        name: {short.get(dtype, dtype) for dtype in dtypes}
+        for name, dtypes in run.observation.linear_dtypes.items()
+        if dtypes and kept.isdisjoint(name.split("."))
+    }
+    found = frozenset(dtype for dtypes in layers.values() for dtype in dtypes)
+    fp32 = [name for name, dtypes in layers.items() if "fp32" in dtypes]
+    if not fp32 or found == {"fp32"}:
+        return found, ""
+    return found, f"{len(fp32)} of {len(layers)} linear layers computed in fp32: {first_names(fp32)}"
+
+
+def frozen_in_fp32(run: RunView) -> list[str]:
+    """The names of the linear layers that `cast_frozen` had to cast and that are in fp32."""
+    import torch
+
+    if not hasattr(run.inner_model, CAST):
+        return []
+    linears = [(name, module) for name, module in run.inner_model.named_modules() if type(module) is torch.nn.Linear]
+    weights = [(name, module.weight) for name, module in linears if not module.weight.requires_grad]
+    return [name for name, weight in weights if weight.dtype == torch.float32]
+
+
+def count_dtypes(parameters: Any) -> dict[str, int]:
+    """Name of a dtype -> the number of elements of `parameters` with it."""
+    counts: dict[str, int] = {}
+    for p in parameters:
+        name = str(p.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + p.numel()
+    return counts
