@@ -24,8 +24,8 @@ BLOCK = 1_024
 """Tokens, for texts that are joined and split into blocks."""
 TRAINED_RATE, RANDOM_RATE = 2e-5, 5e-4
 """Peak learning rates for trained weights (the BERT paper, appendix A.3) and for small models with random weights."""
-SHORTEST_CHAT = 256
-"""Tokens; a chat template adds tokens to each message."""
+SHORTEST_GENERATED = 256
+"""Tokens, for models that write text: a chat template adds tokens to each message, and a cut text loses the end of its answer."""
 COVERED = 0.99
 """Fraction of the texts that should not be truncated."""
 
@@ -69,7 +69,7 @@ def propose_length(data: DataColumns) -> int | None:
         return min(BLOCK, most)
     ordered = sorted(data.lengths)
     letters = ordered[min(int(COVERED * len(ordered)), len(ordered) - 1)] if ordered else 0
-    least = max(letters / LETTERS_A_TOKEN + 2, SHORTEST_CHAT if data.chat else 0)
+    least = max(letters / LETTERS_A_TOKEN + 2, SHORTEST_GENERATED if task_facts(data.kind).decoder else 0)
     return next((length for length in LENGTHS if least <= length <= most), most)
 
 
