@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +52,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("integration")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest test first, after pytest-randomly chose the order: at the end one worker would wait for it."""
+    items.sort(key=lambda item: "README.md" not in item.name)
+
+
 @pytest.fixture
 def real_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detection asks the real machine: for its own tests, which assert only what holds on every machine."""
@@ -75,9 +82,25 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
+    freeze_garbage()
+
+
+@pytest.fixture(autouse=True)
+def frozen_imports() -> None:
+    """Again after a test that imported a library."""
+    if len(sys.modules) > _frozen_modules + 100:
+        freeze_garbage()
+
+
+_frozen_modules = 0
+
+
+def freeze_garbage() -> None:
     """Exclude existing objects (mostly modules) from garbage collection, which takes half the time of a tiny run otherwise."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

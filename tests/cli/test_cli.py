@@ -127,14 +127,14 @@ def test_existing_run_folder_is_refused(tmp_path: Path) -> None:
 
 def test_plan_of_a_described_card_writes_no_run_folder(tmp_path: Path) -> None:
     write_job(tmp_path)
-    done = hwopt("plan", "--profile", "t4_16gb", "--format", "json", cwd=tmp_path)
+    done = hwopt("plan", "--profile", "rtx3070_8gb", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["hardware"]["compute_capability"] == [7, 5]
+    assert plan["hardware"]["compute_capability"] == [8, 6]
     assert {entry["name"]: entry["decision"] for entry in plan["plugins"]}["precision"] == "apply"
     assert not (tmp_path / "runs").exists()
-    table = hwopt("plan", "--profile", "t4_16gb", "--values", cwd=tmp_path)
-    assert "t4_16gb.toml:" in table.stdout, "every value with its place"
+    table = hwopt("plan", "--profile", "rtx3070_8gb", "--values", cwd=tmp_path)
+    assert "rtx3070_8gb.toml:" in table.stdout, "every value with its place"
 
 
 def test_list_and_show_commands_print_profiles_and_plugins(tmp_path: Path) -> None:

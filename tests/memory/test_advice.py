@@ -19,6 +19,7 @@ from hwopt.planning.memory_plan import Gain, Prediction
 from hwopt.planning.plan import Plan
 from hwopt.report.memory import describe_gain, show_gain
 from hwopt.report.terminal import Terminal
+from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, plan_for, tiny_job
 
 BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
@@ -49,8 +50,8 @@ def gains_of(folder: Path, hardware: Hardware, **plugins: Any) -> list[Gain]:
         content = {"name": "tiny", "card": CARD, "plugins": tables}
         return plan_for(make_profile(Document("a tiny profile", content), changes), job, hardware=hardware)
 
-    plan = api.with_memory(planned(), planned, cache=folder / "cache")
-    found = api.with_gains(plan, planned, cache=folder / "cache").memory
+    plan = api.with_memory(planned(), planned, cache=cache_folder())
+    found = api.with_gains(plan, planned, cache=cache_folder()).memory
     assert found is not None
     return list(found.gains)
 

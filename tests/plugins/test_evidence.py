@@ -106,7 +106,7 @@ def of(found: list[Any], name: str) -> Evidence:
     return next(each for entry, each in found if entry.name == name)
 
 
-@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize("chosen", ["one", "all but one"])
 @pytest.mark.parametrize(("name", "part"), PART)
 def test_evidence_of_an_optimization_of_a_part_is_inactive(
     name: str, part: Part, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,7 +126,9 @@ def test_fused_equals_plain(plain):
 @pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_torch_8bit"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning", "ignore::DeprecationWarning:torch")
 def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
-    start, quantized = parameters(), trained(name)
+    start = parameters()
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its update for half a minute
+        quantized = trained(name)
     moved = [(a - s).norm() for a, s in zip(plain.weights, start, strict=True)]
     apart = [(a - b).norm() for a, b in zip(plain.weights, quantized.weights, strict=True)]
     assert apart[0] < 0.1 * moved[0]

@@ -158,16 +158,13 @@ def job_of_experts(folder: Path, config: dict[str, Any]) -> Any:
     return type(job)(**{**vars(job), "job": job.job.model_copy(update={"task": task})})
 
 
-@pytest.mark.parametrize(
-    ("precision", "size"), [({"dtype": "fp32"}, 4), ({"dtype": "bf16", "level": "O2"}, 2)], ids=["fp32", "O2"]
-)
-def test_plan_names_experts_that_stay_unquantized_with_their_bytes(precision: dict[str, Any], size: int, tmp_path: Path) -> None:
-    plan = plan_for(tables("lora", 4, precision), job_of_experts(tmp_path, TINY_GPT_OSS))
+def test_plan_names_experts_that_stay_unquantized_with_their_bytes(tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "bf16", "level": "O2"}), job_of_experts(tmp_path, TINY_GPT_OSS))
     reason = next(entry.reason for entry in plan.entries if entry.name == "quantize")
     assert f"NOT quantized: {sum(EXPERTS.values()):,} weights outside of linear layers" in reason
     assert all(name in reason for name in EXPERTS)
     memory = plan_memory(plan, tmp_path / "cache")
-    assert memory.unpacked_gib == {name: number * size / GIB for name, number in EXPERTS.items()}
+    assert memory.unpacked_gib == {name: number * 2 / GIB for name, number in EXPERTS.items()}
     assert memory.parts["weights"] > sum(memory.unpacked_gib.values())
     console = Console(record=True, width=200)
     show_memory(console, replace(plan, memory=memory))
@@ -184,9 +181,8 @@ def test_evidence_counts_the_bytes_of_experts_that_stay_unquantized(tmp_path: Pa
     assert evidence.status == "active"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-def test_dense_model_has_no_unquantized_weights_to_report(model: str, tmp_path: Path) -> None:
-    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
+def test_dense_model_has_no_unquantized_weights_to_report(tmp_path: Path) -> None:
+    plan = plan_for(tables("lora", 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
     assert "NOT quantized" not in next(entry.reason for entry in plan.entries if entry.name == "quantize")
     assert plan_memory(plan, tmp_path / "cache").unpacked_gib == {}
 

@@ -82,9 +82,9 @@ def same(ours: Path, theirs: Path) -> bool:
     return all(saved_bits(ours / part) == saved_bits(theirs / part) for part in parts)
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11, 12], ids=lambda step: f"step{step}")
+@pytest.mark.parametrize("step", [1, 4, 5, 12], ids=lambda step: f"step{step}")
 def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path, tmp_path: Path) -> None:
-    """Steps in an epoch, at its end (4, 8, 12), after an evaluation (5), and in a log interval (1, 3, 5, 11)."""
+    """Steps in an epoch, at its end (4, 12), after an evaluation (5), and in a log interval (1, 5)."""
     resumed_from(uninterrupted, step, tmp_path / "run")
     assert same(tmp_path / "run", uninterrupted / "run")
     for key in ("step", "loss", "eval_loss", "learning_rate"):
@@ -94,15 +94,6 @@ def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path
     assert ours.keys() == theirs.keys()
     compared = [key for key in ours if not key.endswith(measured)]
     assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
-
-
-def test_second_resume_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
-    resumed_from(uninterrupted, 3, tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "first" / "run")
-    shutil.copytree(uninterrupted / "data", tmp_path / "first" / "data")
-    again = rewound(tmp_path / "run", tmp_path / "again", 7)
-    api.execute(make_plan(uninterrupted), again, cache=uninterrupted / "cache", resume=True)
-    assert same(again, uninterrupted / "run")
 
 
 class Killed(BaseException):
@@ -153,15 +144,14 @@ def test_resume_with_workers_gives_the_same_bits(workers: int, uninterrupted: Pa
     assert same(tmp_path / "run", uninterrupted / "run")
 
 
-@pytest.mark.parametrize("train", [1, 12])
-def test_resume_with_another_micro_batch_size(train: int, uninterrupted: Path, tmp_path: Path) -> None:
+def test_resume_with_another_micro_batch_size(uninterrupted: Path, tmp_path: Path) -> None:
     """As on another card: samples, schedule and effective batch are the same. Dropout is off, since its masks would differ."""
     from safetensors.torch import load_file
 
     still = make_plan(uninterrupted)
     still.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
     api.execute(still, tmp_path / "still" / "run", cache=uninterrupted / "cache")
-    other = make_plan(uninterrupted, batch={"train": train, "effective": 12})
+    other = make_plan(uninterrupted, batch={"train": 12, "effective": 12})
     other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
     resumed_from(tmp_path / "still", 6, tmp_path / "run", other)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cli.test_cli import write_job
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from hwopt.memory.forecast.sharding import compare_schemes, played_per_rank
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.plugin import MemorySpec
 from hwopt.report.sharding import show_parallel
+from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -200,17 +202,9 @@ def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:
     }
 
 
-def job_file(folder: Path) -> Path:
-    tiny_job(folder, samples=40)
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    path = folder / "job.toml"
-    path.write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "{folder / "train.jsonl"}"\nmax_length = 32\n')
-    return path
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
-    job = str(job_file(tmp_path))
+    job = str(write_job(tmp_path))
     asked = [job, "--profile", "rtx3070_8gb", "--world-size", "16", "--nodes", "4"]
     document = json.loads(CliRunner().invoke(plan_command, [*asked, "--format", "json"], catch_exceptions=False).output)
     memory, parallel = document["memory"], document["parallel"]
@@ -241,8 +235,8 @@ def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_comparison_without_a_trace_is_a_stated_lower_bound(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path), world_size=4)
-    memory = replace(plan_memory(plan, tmp_path / "cache"), tier="closed form")
-    found = compare_schemes(replace(plan, memory=memory), Ranks(4), tmp_path / "cache")
+    memory = replace(plan_memory(plan, cache_folder()), tier="closed form")
+    found = compare_schemes(replace(plan, memory=memory), Ranks(4), cache_folder())
     assert found.tier == "closed form"
     by_name = {scheme.name: scheme for scheme in found.schemes}
     more = {name: spread.peak_gib - sum(spread.states_gib.values()) for name, spread in by_name.items()}

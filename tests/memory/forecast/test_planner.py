@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import examples, named
+from cli.test_cli import write_job
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import show_memory, show_side_by_side
+from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
 BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "hidden_dropout_prob": 0.1}
@@ -96,9 +98,9 @@ def steps(plan: Plan) -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("hardware", [None, described("a card", (8, 6), 8.0)], ids=["cpu", "card"])
-def test_any_shape_follows_from_two_traces(hardware: Any, tmp_path: Path) -> None:
-    plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=hardware)
+def test_any_shape_follows_from_two_traces(tmp_path: Path) -> None:
+    card = described("a card", (8, 6), 8.0)
+    plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=card)
     trace = trace_plan(plan, 64, 2)
     with steps(plan) as train:
 
@@ -155,7 +157,7 @@ class Stubborn(Hoard):
 def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Stubborn)
-    memory = plan_memory(planned(tmp_path / "data", BERT, {"stubborn": {}}, registry), tmp_path / "cache")
+    memory = plan_memory(planned(tmp_path / "data", BERT, {"stubborn": {}}, registry), cache_folder())
     parameters = planned(tmp_path / "data", BERT, {}).model.parameters
     assert memory.tier == "closed form"
     assert "could not be traced: " in memory.note
@@ -173,7 +175,7 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
         def on_memory(self, plan: Plan) -> None:
             shown.append(plan)
 
-    plan = api.with_memory(plan, lambda changes: plan, registry=registry, cache=tmp_path / "cache", listener=Recorder())
+    plan = api.with_memory(plan, lambda changes: plan, registry=registry, cache=cache_folder(), listener=Recorder())
     memory = plan.memory
     assert memory is not None
     assert memory.margin_gib > 0
@@ -210,25 +212,16 @@ def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
     assert held(["math", "efficient"], (7, 5)) > scores
 
 
-def job_file(folder: Path, length: int = 32) -> Path:
-    tiny_job(folder, samples=40)
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in (TINY_BERT | {"max_position_embeddings": 4096}).items())
-    path = folder / "job.toml"
-    path.write_text(f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "{folder / "train.jsonl"}"\nmax_length = {length}\n')
-    return path
-
-
 @pytest.mark.integration
 @pytest.mark.daily
 @pytest.mark.filterwarnings("ignore")
-def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+def test_suggested_changes_make_the_plan_fit(tmp_path: Path) -> None:
     profile = tmp_path / "card.toml"
     profile.write_text(
         'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\nmatch = ["a card"]\n'
         '[plugins.batch]\ntrain = 512\neffective = 512\neval = 8\n[plugins.precision]\ndtype = "fp32"\n'
     )
-    job = job_file(tmp_path)
+    job = write_job(tmp_path)
 
     def resolved(changes: Any = ()) -> Plan:
         return api.resolve(str(profile), job, assignments=list(changes), hardware="profile")
@@ -266,14 +259,13 @@ def test_suggested_changes_make_the_plan_fit(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
+def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_path: Path) -> None:
     profile = tmp_path / "card.toml"
     profile.write_text(
         'name = "card"\n[card]\nmemory_gib = 0.5\ncompute_capability = "8.6"\n[plugins.batch]\ntrain = "auto"\neffective = 512\n'
     )
-    plan = api.resolve(str(profile), job_file(tmp_path), hardware="profile")
-    memory = with_largest_sizes(plan, plan_memory(plan, tmp_path / "cache"), tmp_path / "cache")
+    plan = api.resolve(str(profile), write_job(tmp_path), hardware="profile")
+    memory = with_largest_sizes(plan, plan_memory(plan, cache_folder()), cache_folder())
     assert plan.batch.step == 512
     assert 1 < plan.batch.train < 512
     assert memory.fits
@@ -283,9 +275,8 @@ def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
-    job = job_file(tmp_path)
+def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
     found = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb", "--format", "json"], catch_exceptions=False)
     memory = json.loads(found.output)["memory"]
     assert {"tier", "peak_gib", "free_gib", "fits", "parts", "largest_train", "largest_eval", "largest_max_length"} <= set(memory)
@@ -299,9 +290,8 @@ def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_measure_needs_the_device_in_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
-    asked = [str(job_file(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
+def test_measure_needs_the_device_in_this_machine(tmp_path: Path) -> None:
+    asked = [str(write_job(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
     found = CliRunner().invoke(plan_command, [*asked, "--hardware", "detected"], catch_exceptions=False)
     memory = json.loads(found.output)["memory"]
     assert memory["tier"] == "measured"
@@ -314,7 +304,7 @@ def test_measure_needs_the_device_in_this_machine(tmp_path: Path, monkeypatch: p
 def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     plan = planned(tmp_path / "data", BERT, {})
     (tmp_path / "data" / "train.jsonl").unlink()
-    memory = plan_memory(plan, tmp_path / "cache")
+    memory = plan_memory(plan, cache_folder())
     assert memory.width == 32
     assert "the data could not be read" in memory.width_source
 
@@ -322,7 +312,7 @@ def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="64 ranks for 40 training samples"):
-        plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), tmp_path / "cache")
+        plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), cache_folder())
 
 
 def test_auto_batch_needs_effective(tmp_path: Path) -> None:
