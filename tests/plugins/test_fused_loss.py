@@ -197,7 +197,6 @@ def evidence_of(recorder):
 @pytest.mark.parametrize(
     ("config", "tables", "tolerance"),
     [
-        (GPT2, {}, 1e-5),
         (PHI, {"optimizer": {}, "checkpointing": {}}, 1e-5),
         (TINY_LLAMA, LORA, 1e-5),
         (GPT2, BF16, 1e-4),

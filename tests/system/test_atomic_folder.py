@@ -132,8 +132,8 @@ def killed_at(target: Path, call: int) -> int:
 
 
 def test_dying_process_leaves_a_complete_folder(tmp_path: Path) -> None:
-    """The process dies at every third call; in the long form at every call."""
-    every_call_of_a_process_that_dies(tmp_path, range(1, 200, 3))
+    """The process dies at every fifth call; in the long form at every call."""
+    every_call_of_a_process_that_dies(tmp_path, range(1, 200, 5))
 
 
 @pytest.mark.soak

@@ -34,7 +34,6 @@ def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[
     [
         ("regression", None),
         ("multi-label-classification", None),
-        ("token-classification", None),
         ("token-classification", "balanced"),
     ],
 )
