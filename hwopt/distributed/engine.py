@@ -98,13 +98,17 @@ class Engine:
 
         `last`: whether no other micro-batch of the step follows. Wrappers reduce gradients then.
         """
-        if self.factor.dtype != loss.dtype:
-            self.factor = self.factor.to(loss.dtype)
+        self.set_factor(loss_weight, loss.dtype)
+        loss.backward(gradient=self.factor)
+
+    def set_factor(self, loss_weight: float, dtype: torch.dtype) -> None:
+        """Fill `factor`, by which the backward pass multiplies a loss of `dtype`: `loss_weight` times the loss scale."""
+        if self.factor.dtype != dtype:
+            self.factor = self.factor.to(dtype)
         if self.scaler is None:
             self.factor.fill_(loss_weight)
         else:
             self.factor.copy_(self.scaler.scale(torch.ones_like(self.factor)).mul_(loss_weight))
-        loss.backward(gradient=self.factor)
 
     def loss_scale(self) -> Tensor | None:
         """The current loss scale, a scalar on the device; None without a loss scaler."""

@@ -24,6 +24,7 @@ TRAINER_LACKS = {
     "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
     "scaler": "Accelerate makes the loss scaler",
     "engine": "your Trainer owns the backward pass, clipping and the update",
+    "forward_backward": "your Trainer owns the forward and the backward pass",
     "state": "your Trainer's checkpoints have no place for it",
     "final_steps": "the model that is saved is yours; pass peft_config or a prepared model",
     "events['on_gradients']": "your Trainer clips before anybody sees the gradients",

@@ -96,6 +96,7 @@ class Loader:
 class ScriptRun:
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
+    forward_backward: ClassVar[None] = None
     active: ClassVar[ScriptRun | None] = None
     """The run whose process contexts are entered."""
 

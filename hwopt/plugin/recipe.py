@@ -23,7 +23,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "masters", "scaler", "schedule", "engine")
+SLOTS = (
+    "loss",
+    "order",
+    "collate",
+    "cut",
+    "parameter_groups",
+    "optimizer",
+    "masters",
+    "scaler",
+    "schedule",
+    "engine",
+    "forward_backward",
+)
 LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
 SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 
@@ -172,6 +184,7 @@ class Recipe:
     schedule: Callable[[int, int], float] | None
     accelerator: Settings
     engine: Callable[..., Any] | None
+    forward_backward: Callable[..., Any] | None
     prepared_steps: Steps
     events: AllEvents
     export_steps: Steps

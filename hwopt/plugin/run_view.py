@@ -116,6 +116,11 @@ class RunView(Protocol):
         ...
 
     @property
+    def forward_backward(self) -> Any:
+        """What computes both passes of a micro-batch; None in a loop that is not hwopt's."""
+        ...
+
+    @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """(outputs, targets) -> (summed loss, count)."""
         ...

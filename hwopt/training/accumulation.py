@@ -45,11 +45,17 @@ class Accumulation:
                     # after the except block: the exception's frames keep tensors alive
                     self.run.engine.zero_grad()
                     self.telemetry.reset_to(mark)
+                    freed = self.run.forward_backward.free()
                     free_memory(self.run.device)
-                    self.backoff.reduce(batch.finest_rung, where, oom_message)
+                    if not freed:
+                        self.backoff.reduce(batch.finest_rung, where, oom_message)
         except BaseException:
             self.telemetry.reset_to(mark)
             raise
+
+
+def not_timed(part: str) -> None:
+    """Takes the name of a part of a step, as `StepTimer.mark` does."""
 
 
 def forward_and_backward(
@@ -58,22 +64,17 @@ def forward_and_backward(
     rung: int,
     reseed: Callable[[int, int], None],
     add_loss: Callable[[Tensor, MicroBatch], None],
-    mark_time: Callable[[str], None] = lambda part: None,
+    mark_time: Callable[[str], None] = not_timed,
 ) -> None:
     """Accumulate the gradients of `batch`. The summed loss of each micro-batch is divided by the count of the whole step.
 
     `mark_time` gets the name of each part of the last micro-batch when the host has issued it.
     """
-    engine, step = run.engine, run.step
-    for micro_batch, last in engine.micro_batches(batch, rung):
+    for number, (micro_batch, last) in enumerate(run.engine.micro_batches(batch, rung)):
         run.heartbeat()
-        reseed(step, micro_batch.first_sample)
-        if last:
-            mark_time("micro_batch")
-        loss, _ = run.loss(run.model(**micro_batch.inputs), micro_batch.targets)
-        if last:
-            mark_time("forward")
-        engine.backward(loss, micro_batch.loss_weight, last)
-        if last:
-            mark_time("backward")
-        add_loss(loss.detach(), micro_batch)
+        reseed(run.step, micro_batch.first_sample)
+        mark = mark_time if last else not_timed
+        mark("micro_batch")
+        loss = run.forward_backward(micro_batch, number == 0, last, mark)
+        mark("backward")
+        add_loss(loss, micro_batch)

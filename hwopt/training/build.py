@@ -15,6 +15,7 @@ import torch
 
 from hwopt.distributed.data_parallel import DataParallelEngine, broadcast_weights, first_rank_first
 from hwopt.distributed.engine import Engine
+from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import PluginError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
@@ -79,6 +80,7 @@ def build(
         claim_folder(run)
         build_loaders(run)
         run.engine = make_engine(run)
+        run.forward_backward = (plan.recipe.forward_backward or ForwardBackward)(run)
         for step in plan.recipe.prepared_steps:
             step(run)
         if plan.recipe.collate is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.engine import Engine
+from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded
@@ -86,6 +87,7 @@ class Run:
     scheduler: Any = None
     scaler: Any = None
     engine: Engine = field(init=False)
+    forward_backward: ForwardBackward = field(init=False)
     train_loader: Any = None
     eval_loader: Any = None
 

@@ -21,6 +21,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Step, StepBatch
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
+from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
@@ -115,6 +116,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
         build_optimizer(run)
         run.scaler = None  # its memory is one number, and its overflow check reads the device
         run.engine = (recipe.engine or Engine)(run)
+        run.forward_backward = ForwardBackward(run)
         if recipe.collate is None:
             stack.enter_context(skip_packed_row_search())
         yield run

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -414,6 +415,27 @@ void launched(Kernel* kernel, void** arguments) {
     if (verbose) fprintf(stderr, "pretend-cuda: launch %s\n", kernel->symbol);
 }
 
+// ---- graphs
+
+static std::mutex record_lock;
+static std::map<uint64_t, std::vector<std::function<void()>>> records;
+void record(uint64_t capture, std::function<void()> call) {
+    std::lock_guard<std::mutex> guard(record_lock);
+    records[capture].push_back(std::move(call));
+}
+void replay(uint64_t capture) {
+    std::vector<std::function<void()>>* calls;
+    {
+        std::lock_guard<std::mutex> guard(record_lock);
+        calls = &records[capture];  // a map keeps addresses
+    }
+    for (auto& call : *calls) call();
+}
+void forget(uint64_t capture) {
+    std::lock_guard<std::mutex> guard(record_lock);
+    records.erase(capture);
+}
+
 // ---- streams
 
 static Stream default_stream;
@@ -487,6 +509,8 @@ API void pretend_stub(const char* name) {
     if (!counter(std::string("stub.") + name)++ && verbose) fprintf(stderr, "pretend-cuda: %s answers success, does nothing\n", name);
 }
 API void pretend_count(const char* name) { ++counter(name); }
+API uint64_t pretend_capture_of(const void* stream) { return captures ? stream_of(stream)->capture : 0; }
+API void pretend_record(uint64_t capture, std::function<void()>* call) { record(capture, std::move(*call)); }
 API char* pretend_bytes_at(const void* address) { return bytes_at(address); }
 API void pretend_drop(void* address, size_t bytes) { drop(address, bytes); }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -88,6 +89,11 @@ double device_ms();                                      // when the device will
 double setting(const char* variable, double otherwise);  // a number in an environment variable, which a test may change
 extern std::atomic<int> captures;                        // graph captures in progress
 extern bool verbose;
+
+// What a graph does when it is launched: host functions in the order of their capture
+void record(uint64_t capture, std::function<void()> call);
+void replay(uint64_t capture);
+void forget(uint64_t capture);
 
 }  // namespace pretend
 #pragma GCC visibility pop

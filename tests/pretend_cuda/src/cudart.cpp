@@ -249,7 +249,8 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMe
     if (!bytes) return cudaSuccess;
     if (capturing(stream) && (place_of(to, nullptr) == Place::unknown || place_of(from, nullptr) == Place::unknown))
         return fail(cudaErrorStreamCaptureUnsupported);
-    copy(to, from, bytes, way_of(kind), false);
+    if (capturing(stream)) record(stream_of(stream)->capture, [=] { copy(to, from, bytes, way_of(kind), false); });
+    else copy(to, from, bytes, way_of(kind), false);
     return cudaSuccess;
 }
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
@@ -269,7 +270,12 @@ API cudaError_t cudaMemset(void* address, int value, size_t bytes) {
     if (bytes) fill(address, &byte, 1, bytes);
     return cudaSuccess;
 }
-API cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) { return cudaMemset(address, value, bytes); }
+API cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
+    if (!capturing(stream)) return cudaMemset(address, value, bytes);
+    ++counter("memset");
+    record(stream_of(stream)->capture, [=] { char byte = char(value); if (bytes) fill(address, &byte, 1, bytes); });
+    return cudaSuccess;
+}
 
 // ---- streams and events
 
@@ -342,9 +348,10 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
     return cudaSuccess;
 }
 
-// ---- graphs: captured kernels are launched and counted once, during the capture; a graph launch counts as one launch
+// ---- graphs: captured kernels are counted once, during the capture; a graph launch counts as one launch. Copies, memsets and the
+// values of small operators (torch_hook.cpp) are recorded, and done when the graph is launched
 
-struct Graph { uint64_t capture; };
+struct Graph { uint64_t capture; bool executable; };
 static std::atomic<uint64_t> capture_number{1};
 static std::mutex capture_lock;
 static std::map<uint64_t, bool> open_captures;
@@ -372,7 +379,7 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
     open_captures.erase(number);
     --captures;
     stream_of(stream)->capture = 0;
-    *graph = (cudaGraph_t) new Graph{number};
+    *graph = (cudaGraph_t) new Graph{number, false};
     return cudaSuccess;
 }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -391,11 +398,17 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureS
     return cudaSuccess;
 }
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { return *mode = cudaStreamCaptureModeRelaxed, cudaSuccess; }
-API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t, unsigned long long) { return *out = (cudaGraphExec_t) new Graph{0}, cudaSuccess; }
-API cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return launched(named_kernel("graph")), cudaSuccess; }
-API cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { return *count = 0, cudaSuccess; }
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
+    return *out = (cudaGraphExec_t) new Graph{((Graph*)graph)->capture, true}, cudaSuccess;
+}
+API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+    launched(named_kernel("graph"));
+    replay(((Graph*)graph)->capture);
+    return cudaSuccess;
+}
+API cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { return *count = 1, cudaSuccess; }  // torch asks whether it is empty
 API cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete (Graph*)graph, cudaSuccess; }
-API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return delete (Graph*)graph, cudaSuccess; }
+API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return forget(((Graph*)graph)->capture), delete (Graph*)graph, cudaSuccess; }
 
 // ---- kernels
 

@@ -11,7 +11,11 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
+#include <c10/cuda/CUDAStream.h>
+#include <ATen/cuda/PhiloxCudaState.h>
+
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -20,6 +24,8 @@
 extern "C" void pretend_drop(void*, size_t);
 extern "C" char* pretend_bytes_at(const void*);
 extern "C" void pretend_count(const char*);
+extern "C" uint64_t pretend_capture_of(const void*);
+extern "C" void pretend_record(uint64_t, std::function<void()>*);
 
 namespace {
 
@@ -98,17 +104,23 @@ struct Draw {
         cpu.set_state(before);
     }
 };
-uint64_t seed_of(const std::vector<IValue>& arguments) {
+struct Seed {  // of an operator; in a capture, where the graph finds seed and offset when it is launched
+    uint64_t value = 0, offset = 0;
+    const int64_t *seed_at = nullptr, *offset_at = nullptr;
+    uint64_t now() const {
+        if (!seed_at) return value;
+        return uint64_t(*(const int64_t*)pretend_bytes_at(seed_at)) * 1000003ull + uint64_t(*(const int64_t*)pretend_bytes_at(offset_at)) + offset;
+    }
+};
+Seed seed_of(const std::vector<IValue>& arguments) {
     at::Generator generator;
     for (const IValue& one : arguments) if (one.isGenerator()) generator = one.toGenerator();
     if (!generator.defined()) generator = at::globalContext().defaultGenerator(at::Device(at::kCUDA, c10::cuda::current_device()));
-    if (generator.device().type() != at::kCUDA) return 0;
+    if (generator.device().type() != at::kCUDA) return {};
     auto* cuda = at::check_generator<at::CUDAGeneratorImpl>(generator);
-    try {
-        return cuda->current_seed() * 1000003ull + cuda->get_offset();
-    } catch (const std::exception&) {
-        return cuda->current_seed();
-    }
+    at::PhiloxCudaState state = cuda->philox_cuda_state(0);
+    if (state.captured_) return {0, state.offset_intragraph_, state.seed_.ptr, state.offset_.ptr};
+    return {state.seed_.val * 1000003ull + state.offset_.val};
 }
 
 // ---- operators that the CPU has under other names
@@ -206,7 +218,7 @@ struct Computed : c10::OperatorKernel {
         std::vector<IValue> arguments(stack->end() - takes, stack->end());
         Sizes given = sizes_of(arguments);
         if (given.mixed || (limit >= 0 && given.elements > limit)) return run(op, keys, stack);
-        uint64_t seed = random ? seed_of(arguments) : 0;
+        Seed seed = random ? seed_of(arguments) : Seed();
         ++inside;
         try {
             run(op, keys, stack);
@@ -218,17 +230,41 @@ struct Computed : c10::OperatorKernel {
         std::vector<IValue> made(stack->end() - gives, stack->end());
         Sizes all = sizes_of(made);
         if (all.mixed || (!given.cuda && !all.cuda) || (limit >= 0 && all.elements > limit)) return;
+        if (uint64_t capture = pretend_capture_of(c10::cuda::getCurrentCUDAStream().stream())) {
+            // only views of the bytes are kept: the graph's pool reuses memory as it would without this
+            std::vector<IValue> in, out;
+            for (const IValue& one : arguments) in.push_back(on_cpu(one));
+            for (const IValue& one : made) out.push_back(on_cpu(one));
+            std::function<void()> call = [this, op, in, out, seed]() mutable {
+                if (fails) return;
+                at::AutoDispatchBelowADInplaceOrView guard;
+                ++inside;
+                try {
+                    auto results = out;
+                    compute(op, in, results, seed.now());
+                } catch (const std::exception& error) {
+                    failed(error);
+                }
+                --inside;
+            };
+            pretend_record(capture, &call);
+            return;
+        }
         ++inside;
         try {
             at::AutoDispatchBelowADInplaceOrView guard;
-            compute(op, arguments, made, seed);
+            compute(op, arguments, made, seed.now());
         } catch (const std::exception& error) {
-            fails = true;
-            pretend_count(("not_computed." + name).c_str());
-            if (getenv("PRETEND_VERBOSE")) fprintf(stderr, "pretend-cuda: %s is not computed: %s\n", name.c_str(), error.what());
+            failed(error);
         }
         --inside;
         std::copy(made.begin(), made.end(), stack->end() - gives);
+    }
+
+    void failed(const std::exception& error) {
+        fails = true;
+        pretend_count(("not_computed." + name).c_str());
+        if (getenv("PRETEND_VERBOSE")) fprintf(stderr, "pretend-cuda: %s is not computed: %s\n", name.c_str(), error.what());
     }
 
     void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

@@ -1,0 +1,107 @@
+"""CUDA graphs: the forward and backward pass of a micro-batch as one launch instead of a thousand.
+
+With short texts or few rows a card waits for the host, which issues each kernel. A graph holds the kernels of a shape (rows,
+width) and is launched at once. A shape is captured when it comes the second time; new and rare shapes run eagerly. Batches are
+padded to one of a few widths, so that few shapes occur. What graphs do not cover: clipping, the update, evaluation. Out of memory
+frees the graphs before a step is split finer.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; Gray 2019, "Getting started with CUDA graphs" (NVIDIA).
+Hardware: a CUDA device.
+Cost: half a second for each captured shape; padding up to the next width; the memory of a micro-batch, and in steps of several
+the gradients, stay allocated.
+Numerical effect: rounding, by the padding; a graph computes the same bits as its kernels one by one. A model that waits for the
+device cannot be captured and runs eagerly, with a warning.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from hwopt.plugin import (
+    Conflict,
+    Context,
+    Decision,
+    Evidence,
+    Plugin,
+    PluginOptions,
+    Recipe,
+    Relations,
+    RunView,
+    Stage,
+)
+
+STEPS = ((128, 16), (256, 32), (512, 64), (1024, 128))
+"""(width, distance of the widths up to it); above the last one they are 256 apart."""
+
+
+def few_widths(limit: int) -> tuple[int, ...]:
+    """Widths below `limit` that waste little padding, and `limit`."""
+    widths = [0]
+    while widths[-1] < limit:
+        widths.append(widths[-1] + next((distance for up_to, distance in STEPS if widths[-1] < up_to), 256))
+    return (*widths[1:-1], limit)
+
+
+def graphed_forward_backward(most: int, run: RunView) -> Any:
+    from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
+
+    return GraphedForwardBackward(run, most)
+
+
+class CudaGraphs(Plugin):
+    name = "cuda_graphs"
+    stage = Stage.LOOP
+    effect = "rounding"
+    relations = Relations(
+        conflicts=(
+            Conflict(field="engine", why="the engine runs code of its own in the backward pass, which a graph would leave out"),
+            Conflict(
+                plugin="checkpointing",
+                why="offload copies activations to the host and waits for them, which a graph cannot; set offload = false",
+                when=lambda graphs, checkpointing: checkpointing.offload,
+            ),
+        ),
+        replaces=("batch['widths']",),  # compile has wider ones
+    )
+
+    class Options(PluginOptions):
+        shapes: int = Field(default=32, ge=1, description="Shapes (rows, width) of micro-batches that have a graph at most.")
+        widths: tuple[int, ...] = Field(
+            default=(),
+            description="Widths in tokens that batches are padded to, ascending; () chooses them.",
+        )
+
+    options: Options
+
+    def probe(self, context: Context) -> Decision:
+        if context.hardware.device_type != "cuda":
+            return Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
+        reason = f"one launch for both passes of a micro-batch, for up to {self.options.shapes} shapes"
+        if context.task.inputs != "tokens" or self.options.widths:
+            return Decision.apply(reason)
+        limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
+        widths = few_widths(min(limits, default=4096))
+        return Decision.apply(f"{reason}; {len(widths)} widths", self.options.model_copy(update={"widths": widths}))
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        if self.options.widths:
+            recipe.batch["widths"] = self.options.widths
+        recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes)
+
+    def evidence(self, run: RunView) -> Evidence:
+        from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
+
+        passes: Any = run.forward_backward
+        if not isinstance(passes, GraphedForwardBackward):
+            return Evidence.inactive(f"the passes are computed by {type(passes).__name__}")
+        calls = passes.calls
+        seen = f"last step: {calls.captured} captured, {calls.replayed} replayed, {calls.eager} eager micro-batch(es); "
+        seen += f"{len(passes.graphs)} graph(s), {len(passes.refused)} shape(s) cannot be captured"
+        if calls.replayed:
+            return Evidence.active(seen)
+        if not passes.graphs and not passes.refused and run.step <= 1:
+            return Evidence.unknown(f"{seen}; a shape is captured when it comes the second time")
+        return Evidence.inactive(seen)

@@ -1,0 +1,179 @@
+"""Forward and backward pass of a micro-batch as one CUDA graph for each shape."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwopt.distributed.forward_backward import ForwardBackward
+from hwopt.plugin import RunView
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured forward and backward pass, and the tensors that a replay reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    loss: Tensor
+    gradients: list[Tensor]
+    """The gradients that a replay makes, one for each trained tensor; empty if it adds to those of earlier micro-batches."""
+
+
+@dataclass
+class Calls:
+    """How the micro-batches of a step were computed."""
+
+    captured: int = 0
+    replayed: int = 0
+    eager: int = 0
+
+
+class GraphedForwardBackward(ForwardBackward):
+    """Runs a shape eagerly when it is new, captures it when it comes again, and replays the graph from then on.
+
+    All graphs use one memory pool: nothing in it outlives a replay except the gradients, which the update reads before the next.
+    In a step of several micro-batches the gradients are added up outside of the pool, because eager passes add to them too.
+    While a profiler records, each shape is captured anew: a replay would show it no operators.
+    """
+
+    def __init__(self, run: RunView, most: int) -> None:
+        """`most`: how many graphs are kept."""
+        super().__init__(run)
+        self.most = most
+        self.weights = list(run.inner_model.parameters())
+        self.places: list[int] = []
+        """The addresses of the trained weights, which the graphs read."""
+        self.trained: list[Tensor] = []
+        """The weights that an eager pass gave a gradient."""
+        self.sums: list[Tensor] = []
+        """Their gradients in steps of several micro-batches: the same memory in each step."""
+        self.stream = torch.cuda.Stream()
+        self.graphs: dict[Key, Graph] = {}
+        self.seen = Counter[Key]()
+        self.refused: dict[Key, str] = {}
+        """Shapes that cannot be captured -> why."""
+        self.calls = Calls()
+        """Of the present step."""
+        self.alone = True
+        self.out_of_memory = 0
+
+    def __call__(self, micro_batch: Any, first: bool, last: bool, mark_time: Callable[[str], None]) -> Tensor:
+        if first:
+            self.begin_step(alone=last)
+        inputs = [*micro_batch.inputs.values(), micro_batch.targets]
+        key = (self.alone, *micro_batch.inputs, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        self.seen[key] += 1
+        graph = self.graph_of(key, micro_batch, inputs)
+        if graph is None:
+            self.calls.eager += 1
+            loss = super().__call__(micro_batch, first, last, mark_time)
+            if not self.graphs:
+                self.trained = with_gradient(self.weights)
+                self.sums = [] if self.alone else [weight.grad for weight in self.trained if weight.grad is not None]
+            return loss
+        torch._foreach_copy_(graph.inputs, inputs)
+        self.engine.set_factor(micro_batch.loss_weight, graph.loss.dtype)
+        graph.graph.replay()
+        for weight, gradient in zip(self.trained, graph.gradients):  # noqa: B905 (graphs that add to the sums have none)
+            weight.grad = gradient
+        self.calls.replayed += 1
+        mark_time("forward")
+        return graph.loss
+
+    def begin_step(self, alone: bool) -> None:
+        """Prepare the gradients of a step; `alone`: it has one micro-batch."""
+        self.alone, self.calls = alone, Calls()
+        places = [weight.data_ptr() if weight.requires_grad else 0 for weight in self.weights]
+        if places != self.places:  # another plugin moved weights, or trains others from now on
+            self.free()
+            self.places, self.trained, self.out_of_memory = places, [], 0
+        if not alone and self.sums:
+            torch._foreach_zero_(self.sums)
+            for weight, total in zip(self.trained, self.sums, strict=True):
+                weight.grad = total
+
+    def graph_of(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
+        """The graph of a shape, captured if need be; None if it is to run eagerly."""
+        recorded = torch._C._autograd._profiler_enabled()
+        if key in self.graphs and not recorded:
+            return self.graphs[key]
+        if not self.trained or key in self.refused or self.out_of_memory > 1 or self.seen[key] < 2:
+            return None
+        self.graphs.pop(key, None)
+        if len(self.graphs) >= self.most and not self.forget_a_rarer_one(key):
+            return None
+        return self.capture(key, micro_batch, inputs)
+
+    def forget_a_rarer_one(self, key: Key) -> bool:
+        """Drop the graph of the shape that came least often, if that of `key` came twice as often. Returns whether it did."""
+        rarest = min(self.graphs, key=self.seen.__getitem__)
+        if self.seen[key] < 2 * self.seen[rarest]:
+            return False
+        del self.graphs[rarest]
+        return True
+
+    def capture(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
+        """Capture both passes of a shape; nothing is computed. None, with one warning, if its operators cannot be captured."""
+        if not self.graphs:
+            self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
+        run, own = self.run, [tensor.clone() for tensor in inputs]
+        arguments, graph = dict(zip(micro_batch.inputs, own, strict=False)), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                loss, _ = run.loss(run.model(**arguments), own[-1])
+                loss.backward(gradient=self.engine.factor)
+            if list(map(id, with_gradient(self.weights))) != list(map(id, self.trained)):
+                raise RuntimeError("it gives gradients to other weights than the first step did")
+            gradients = [without_ownership(weight.grad) for weight in self.trained] if self.alone else []
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refuse(key, error)
+            return None
+        finally:
+            if self.alone:
+                for weight in self.weights:
+                    weight.grad = None  # its memory belongs to the pool, which the next capture uses again
+        self.calls.captured += 1
+        self.graphs[key] = found = Graph(graph, own, loss.detach(), gradients)
+        return found
+
+    def refuse(self, key: Key, error: RuntimeError) -> None:
+        """Run this shape eagerly from now on. Warns the first time."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.refused[key] = f"{str(error).splitlines()[0]} ({where.filename}:{where.lineno}: {where.line})"
+        if len(self.refused) == 1:
+            self.run.warn(f"A step cannot be captured in a CUDA graph, continuing without one: {self.refused[key]}")
+
+    def free(self) -> bool:
+        """Free all graphs. After the second time that memory ran out, no more are captured."""
+        if not self.graphs and not self.sums:
+            return False
+        self.graphs.clear()
+        self.seen.clear()
+        self.sums = []
+        self.out_of_memory += 1
+        if self.out_of_memory > 1:
+            self.run.warn("The device has no memory for CUDA graphs, continuing without them")
+        return True
+
+
+def with_gradient(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight for weight in weights if weight.grad is not None]
+
+
+def without_ownership(tensor: Any) -> Tensor:
+    """A tensor on the memory of `tensor` that does not keep it allocated."""
+    whole: Any = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+    empty = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,0 +1,183 @@
+"""CUDA graphs: equal bits with and without, launches and waits, out of memory, and what cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from event_calls import calling
+from plugin_cases import release_memory
+from pretend_cuda.counters import counting
+
+import hwopt_plugins.cuda_graphs
+from hwopt import api
+from hwopt.distributed.forward_backward import ForwardBackward
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.testing import TINY_BERT, Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.training.build import build
+from hwopt.training.loop import Loop
+
+FUSED: dict[str, Any] = {"optimizer": {"name": "adamw_torch_fused"}}
+GRAPHS: dict[str, Any] = {"cuda_graphs": {}}
+DROPOUT = TINY_BERT | {"hidden_dropout_prob": 0.1}
+ONE = {"batch": {"train": 8}}
+LORA = {"adapter": {"kind": "lora", "always": True, "lora_dropout": 0.1}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("text-classification", ONE),
+    "several micro-batches": ("text-classification", {}),
+    "bf16": ("text-classification", ONE | {"precision": {"dtype": "bf16"}, "sdpa": {}}),
+    "fp16": ("text-classification", {"precision": {"dtype": "fp16"}}),
+    "O2": ("text-classification", {"precision": {"dtype": "bf16", "level": "O2"}}),
+    "pure": ("causal-lm", ONE | {"precision": {"dtype": "bf16", "level": "pure"}}),
+    "checkpointing": ("text-classification", ONE | {"checkpointing": {}}),
+    "LoRA": ("causal-lm", ONE | LORA | {"precision": {"dtype": "bf16"}}),
+    "length batching": ("text-classification", {"length_batching": {"tokens": 64, "overhead_tokens": 16}}),
+    "fused loss": ("causal-lm", ONE | {"fused_loss": {"backend": "torch"}}),
+}
+
+
+def trained(folder: Path, kind: str, tables: dict[str, Any], **training: Any) -> Recorder:
+    config = DROPOUT if kind == "text-classification" else None
+    job = tiny_job(folder / "data", kind, samples=96, config=config, max_steps=14, learning_rate=1e-3, **training)
+    return train_tiny(plan_for(tiny_profile(**FUSED, **tables), job), folder)
+
+
+@pytest.fixture(autouse=True)
+def no_cached_memory() -> Iterator[None]:
+    yield
+    release_memory()
+
+
+@pytest.mark.device("any")
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, tables = CASES[case]
+    graphed = trained(tmp_path / "graphed", kind, tables | GRAPHS)
+    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, run: ForwardBackward(run))
+    eager = trained(tmp_path / "eager", kind, tables | GRAPHS)  # padded to the same widths
+    assert graphed.warnings == []
+    passes = graphed.run.forward_backward
+    assert passes.graphs
+    assert passes.calls.replayed, "in the last step"
+    assert graphed.losses == eager.losses
+    assert saved_bits(tmp_path / "graphed" / "run" / "final") == saved_bits(tmp_path / "eager" / "run" / "final")
+    ends = [{entry.name: found.status for entry, found in recorder.found_at_end} for recorder in (eager, graphed)]
+    assert ends[1] == ends[0] | {"cuda_graphs": "active"}
+
+
+@pytest.mark.device("any")
+def test_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "text-classification", GRAPHS, save_steps=5, save_total_limit=0)
+    again = rewound(tmp_path / "run", tmp_path / "again", 5)
+    api.execute(whole.run.plan, again, cache=tmp_path / "cache", resume=True)
+    assert saved_bits(again / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+@contextmanager
+def loop_of(folder: Path, tables: dict[str, Any], config: dict[str, Any], recorder: Recorder | None = None) -> Iterator[Loop]:
+    job = tiny_job(folder / "data", samples=200, config=config, max_steps=20, logging_steps=1000)
+    with build(plan_for(tiny_profile(**FUSED, **tables), job), folder / "run", folder / "cache", listener=recorder) as run:
+        run.model.train()
+        yield Loop(run, AsyncWriter(run))
+
+
+@pytest.mark.device("pretend")
+def test_a_step_is_few_launches_and_no_wait(tmp_path: Path) -> None:
+    """12 layers, so that the eager step has a thousand launches."""
+    deep = TINY_BERT | {"num_hidden_layers": 12}
+    tables = ONE | {"precision": {"dtype": "bf16"}, "sdpa": {}, "batch": {"train": 8}}
+    launches = {}
+    for name, more in {"eager": {}, "graphs": GRAPHS}.items():
+        with loop_of(tmp_path / name, tables | more, deep) as loop:
+            batch = next(loop.batches())
+            for _ in range(4):
+                loop.update(batch)
+                loop.telemetry.stepped(batch)
+            with counting() as counts:
+                loop.update(batch)
+                loop.telemetry.stepped(batch)
+            assert counts.waits == 0
+            launches[name] = counts["launch"] + counts["gemm"]
+    assert launches["graphs"] <= 25 < launches["eager"] / 20
+
+
+@pytest.mark.device("any")
+def test_out_of_memory_frees_the_graphs_and_repeats_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(folder: Path, fails_at: tuple[int, ...]) -> Recorder:
+        job = tiny_job(folder / "data", samples=96, config=DROPOUT, max_steps=12, learning_rate=1e-3)
+        plan = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
+        replay = torch.cuda.CUDAGraph.replay
+        failed: set[int] = set()
+
+        def failing(graph: Any) -> None:
+            step = recorder.run.step
+            if step in fails_at and step not in failed:
+                failed.add(step)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            replay(graph)
+
+        recorder = Recorder()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda.CUDAGraph, "replay", failing)
+            train_tiny(plan, folder, recorder)
+        return recorder
+
+    plain = run(tmp_path / "plain", ())
+    once, twice = run(tmp_path / "once", (5,)), run(tmp_path / "twice", (5, 9))
+    assert once.losses == twice.losses == plain.losses
+    assert once.warnings == []
+    assert once.run.forward_backward.graphs
+    assert twice.warnings == ["The device has no memory for CUDA graphs, continuing without them"]
+    assert not twice.run.forward_backward.graphs
+    assert saved_bits(tmp_path / "twice" / "run" / "final") == saved_bits(tmp_path / "plain" / "run" / "final")
+
+
+@pytest.mark.device("any")
+def test_a_model_that_waits_runs_eagerly_with_one_warning(tmp_path: Path) -> None:
+    """The warning names the line that waited."""
+    job = tiny_job(tmp_path / "data", samples=96, max_steps=8)
+    plan = plan_for(tiny_profile(**FUSED, **GRAPHS), job)
+
+    def wait(model: Any, run: Any) -> Any:
+        def look(*_: Any) -> None:
+            next(model.parameters()).sum().item()
+
+        model.register_forward_hook(look)
+        return model
+
+    plan.recipe.model_steps.append(wait)
+    recorder = train_tiny(plan, tmp_path)
+    (warning,) = recorder.warnings
+    assert "A step cannot be captured in a CUDA graph" in warning
+    assert ".sum().item()" in warning
+    assert {entry.name: found.status for entry, found in recorder.found_at_end}["cuda_graphs"] == "inactive"
+
+
+@pytest.mark.device("any")
+def test_rare_shapes_run_eagerly(tmp_path: Path) -> None:
+    graphed = trained(tmp_path, "text-classification", {"cuda_graphs": {"shapes": 1}})
+    assert len(graphed.run.forward_backward.graphs) == 1
+
+
+@pytest.mark.device("any")
+def test_weights_that_another_plugin_moves_are_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job(tmp_path / "data", samples=96, max_steps=10)
+    plan = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
+    moved: list[int] = []
+
+    def move(run: Any) -> None:
+        if run.step == 6:
+            for weight in run.inner_model.parameters():
+                weight.data = weight.data.clone()
+            moved.append(len(run.forward_backward.graphs))
+
+    plan.recipe.events.append(calling(on_step_begin=move))
+    losses = train_tiny(plan, tmp_path).losses
+    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, run: ForwardBackward(run))
+    plain = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
+    assert moved[0] > 0
+    assert losses == train_tiny(plain, tmp_path / "plain").losses
