@@ -16,7 +16,7 @@ device cannot be captured and runs eagerly, with a warning.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,7 @@ from hwopt.plugin import (
     RunView,
     Stage,
 )
+from hwopt.plugin.price import price_of
 
 STEPS = ((128, 16), (256, 32), (512, 64), (1024, 128))
 """(width, distance of the widths up to it); above the last one they are 256 apart."""
@@ -45,10 +46,10 @@ def few_widths(limit: int) -> tuple[int, ...]:
     return (*widths[1:-1], limit)
 
 
-def graphed_forward_backward(most: int, run: RunView) -> Any:
+def graphed_forward_backward(most: int, tokens: int, run: RunView) -> Any:
     from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
-    return GraphedForwardBackward(run, most)
+    return GraphedForwardBackward(run, most, tokens)
 
 
 class CudaGraphs(Plugin):
@@ -74,22 +75,38 @@ class CudaGraphs(Plugin):
             description="Widths in tokens that batches are padded to, ascending; () chooses them.",
         )
 
+        tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+            default="auto",
+            description="Micro-batches with more tokens run eagerly. auto: those for which the device needs longer than the host "
+            "for its launches, by the forecast. 0: no limit.",
+        )
+
     options: Options
 
     def probe(self, context: Context) -> Decision:
         if context.hardware.device_type != "cuda":
             return Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
-        reason = f"one launch for both passes of a micro-batch, for up to {self.options.shapes} shapes"
-        if context.task.inputs != "tokens" or self.options.widths:
-            return Decision.apply(reason)
-        limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
-        widths = few_widths(min(limits, default=4096))
-        return Decision.apply(f"{reason}; {len(widths)} widths", self.options.model_copy(update={"widths": widths}))
+        tokens, text = self.options.tokens, ""
+        if tokens == "auto":
+            price = price_of(context)
+            tokens = price.host_bound_tokens
+            text = f": {price.host_seconds * 1e3:.1f} ms of launches, {price.device_seconds * 1e3:.1f} ms of the device"
+            text += f" and {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
+            if not tokens:
+                return Decision.skip(f"any micro-batch takes the device longer than the host{text}; tokens = 0 has no limit")
+        widths = self.options.widths
+        if context.task.inputs == "tokens" and not widths:
+            limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
+            widths = few_widths(min(limits, default=4096))
+        reason = f"one launch for both passes of a micro-batch{f' of up to {tokens:,} tokens' if tokens else ''}{text}; "
+        reason += f"up to {self.options.shapes} shapes" + (f" of {len(widths)} widths" if widths else "")
+        return Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         if self.options.widths:
             recipe.batch["widths"] = self.options.widths
-        recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes)
+        assert self.options.tokens != "auto", "probe() replaces it"
+        recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
 
     def evidence(self, run: RunView) -> Evidence:
         from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward

@@ -45,10 +45,10 @@ class GraphedForwardBackward(ForwardBackward):
     While a profiler records, each shape is captured anew: a replay would show it no operators.
     """
 
-    def __init__(self, run: RunView, most: int) -> None:
-        """`most`: how many graphs are kept."""
+    def __init__(self, run: RunView, most: int, tokens: int = 0) -> None:
+        """`most`: how many graphs are kept. `tokens`: micro-batches with more tokens run eagerly; 0: no limit."""
         super().__init__(run)
-        self.most = most
+        self.most, self.tokens = most, tokens
         self.weights = list(run.inner_model.parameters())
         self.places: list[int] = []
         """The addresses of the trained weights, which the graphs read."""
@@ -72,7 +72,8 @@ class GraphedForwardBackward(ForwardBackward):
         inputs = [*micro_batch.inputs.values(), micro_batch.targets]
         key = (self.alone, *micro_batch.inputs, *((tensor.shape, tensor.dtype) for tensor in inputs))
         self.seen[key] += 1
-        graph = self.graph_of(key, micro_batch, inputs)
+        large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
+        graph = None if large else self.graph_of(key, micro_batch, inputs)
         if graph is None:
             self.calls.eager += 1
             loss = super().__call__(micro_batch, first, last, mark_time)

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hwopt.plugin import OFF, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
+from hwopt.plugin.price import price_of
 from hwopt_plugins.length_batching.cut import cut_by_length
-from hwopt_plugins.length_batching.price import price_of
 
 CPU_OVERHEAD = 256
 """Cost of one more micro-batch on a CPU, which is host and device: weights and gradients pass through its caches again."""

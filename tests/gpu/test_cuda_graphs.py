@@ -22,7 +22,7 @@ from hwopt.training.build import build
 from hwopt.training.loop import Loop
 
 FUSED: dict[str, Any] = {"optimizer": {"name": "adamw_torch_fused"}}
-GRAPHS: dict[str, Any] = {"cuda_graphs": {}}
+GRAPHS: dict[str, Any] = {"cuda_graphs": {"tokens": 0}}
 DROPOUT = TINY_BERT | {"hidden_dropout_prob": 0.1}
 ONE = {"batch": {"train": 8}}
 LORA = {"adapter": {"kind": "lora", "always": True, "lora_dropout": 0.1}}
@@ -57,7 +57,7 @@ def no_cached_memory() -> Iterator[None]:
 def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, tables = CASES[case]
     graphed = trained(tmp_path / "graphed", kind, tables | GRAPHS)
-    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, run: ForwardBackward(run))
+    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
     eager = trained(tmp_path / "eager", kind, tables | GRAPHS)  # padded to the same widths
     assert graphed.warnings == []
     passes = graphed.run.forward_backward
@@ -101,7 +101,7 @@ def test_a_step_is_few_launches_and_no_wait(tmp_path: Path) -> None:
                 loop.update(batch)
                 loop.telemetry.stepped(batch)
             assert counts.waits == 0
-            launches[name] = counts["launch"] + counts["gemm"]
+            launches[name] = counts["launch"]
     assert launches["graphs"] <= 25 < launches["eager"] / 20
 
 
@@ -159,7 +159,7 @@ def test_a_model_that_waits_runs_eagerly_with_one_warning(tmp_path: Path) -> Non
 
 @pytest.mark.device("any")
 def test_rare_shapes_run_eagerly(tmp_path: Path) -> None:
-    graphed = trained(tmp_path, "text-classification", {"cuda_graphs": {"shapes": 1}})
+    graphed = trained(tmp_path, "text-classification", {"cuda_graphs": {"shapes": 1, "tokens": 0}})
     assert len(graphed.run.forward_backward.graphs) == 1
 
 
@@ -177,7 +177,7 @@ def test_weights_that_another_plugin_moves_are_captured_again(tmp_path: Path, mo
 
     plan.recipe.events.append(calling(on_step_begin=move))
     losses = train_tiny(plan, tmp_path).losses
-    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, run: ForwardBackward(run))
+    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
     plain = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
     assert moved[0] > 0
     assert losses == train_tiny(plain, tmp_path / "plain").losses

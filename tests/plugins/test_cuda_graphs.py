@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from plugin_cases import Cases, Mutation, Refused
 
 from hwopt.hardware.device import described
+from hwopt.plugin.price import Price
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.cuda_graphs import few_widths
 
@@ -18,6 +21,16 @@ CARD = described("a card", (8, 6), 24.0)
 def test_a_cpu_is_skipped_with_the_reason(tmp_path: Path) -> None:
     entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path)))
     assert (entry.decision, "need a CUDA device, found" in entry.reason) == ("skip", True)
+
+
+def test_large_micro_batches_run_eagerly_by_the_forecast(tmp_path: Path) -> None:
+    """Twice as many tokens on a card that computes them twice as fast; none where the weights alone take longer."""
+    entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path), hardware=CARD))
+    price = Price(host_seconds=22e-3, device_seconds=2e-3, token_seconds=1e-6, basis="a card")
+    assert price.host_bound_tokens == pytest.approx(18_000, abs=1)
+    assert replace(price, token_seconds=0.5e-6).host_bound_tokens == pytest.approx(36_000, abs=1)
+    assert replace(price, device_seconds=20e-3).host_bound_tokens == 0
+    assert re.search(r"of up to [\d,]+ tokens: .* ms of launches, .* ms of the device and .* us a token on", entry.reason)
 
 
 def test_widths_waste_at_most_a_fifth_above_64_tokens() -> None:
@@ -42,11 +55,13 @@ def no_graphs(patch: pytest.MonkeyPatch) -> None:
     import hwopt_plugins.cuda_graphs
     from hwopt.distributed.forward_backward import ForwardBackward
 
-    patch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, run: ForwardBackward(run))
+    patch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
 
 
+ONE_SHAPE = {"widths": [32], "tokens": 0}
+"""The two micro-batches of a step have one shape, and get a graph on any card."""
 CASES = Cases(
-    options={"widths": [32]},  # the two micro-batches of a step have one shape
+    options=ONE_SHAPE,
     writes=frozenset({"batch", "forward_backward"}),
     hardware=CARD,
     conflicts=(
@@ -56,7 +71,7 @@ CASES = Cases(
         Refused("checkpointing", "[plugins.cuda_graphs]\n[plugins.checkpointing]\noffload = true", on_card=True),
     ),
     mutations=(
-        Mutation("captures fail", refused_captures, "0 replayed", {"widths": [32]}, on_cuda=True),
-        Mutation("the passes are not replaced", no_graphs, "computed by ForwardBackward", {"widths": [32]}, on_cuda=True),
+        Mutation("captures fail", refused_captures, "0 replayed", ONE_SHAPE, on_cuda=True),
+        Mutation("the passes are not replaced", no_graphs, "computed by ForwardBackward", ONE_SHAPE, on_cuda=True),
     ),
 )

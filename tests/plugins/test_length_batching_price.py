@@ -22,9 +22,9 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, Recipe
+from hwopt.plugin.price import FASTEST, LAUNCHES, Price, price_of
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt_plugins.length_batching import LengthBatching
-from hwopt_plugins.length_batching.price import FASTEST, LAUNCHES, Price, price_of
 
 
 def bert(hidden: int, layers: int, heads: int, **more: int) -> dict[str, Any]:

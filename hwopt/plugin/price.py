@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from hwopt.plugin import Context, ModelFacts
+from hwopt.model.facts import ModelFacts
+from hwopt.plugin.contract import Context
 
 LAUNCHES = 4
 """Kernel launches of a forward and backward pass for each operation of the forward pass, with autocast: counted 2.5 to 4.1."""
@@ -63,6 +64,11 @@ class Price:
     def host_tokens(self) -> int:
         """Tokens that the device computes while the host launches a micro-batch."""
         return ceil(self.host_seconds / self.token_seconds)
+
+    @property
+    def host_bound_tokens(self) -> int:
+        """Tokens of the largest micro-batch whose launches take the host 10 % longer than the device needs; 0 if none does."""
+        return max(0, int((self.host_seconds / 1.1 - self.device_seconds) / self.token_seconds))
 
     @property
     def overhead_tokens(self) -> int:

@@ -1,0 +1,98 @@
+"""The table of docs/cuda-graphs.md: steps with and without CUDA graphs on a pretend card.
+
+    python tests/pretend_cuda rtx3090 env PRETEND_COMPUTE=0 python benchmarks/cuda_graphs.py [ROWSxWIDTH...]
+
+BERT-base in bf16 with fused AdamW, steps of one micro-batch. Launches and waits are exact. Host milliseconds are CPU time of the
+training thread on this machine, in the pretend driver too. The pretend device computes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from pretend_cuda.counters import counting
+from pretend_cuda.zero_weights import large_weights_uninitialized
+
+from hwopt import api
+from hwopt.saving.async_writer import AsyncWriter
+from hwopt.testing import WORDS, Recorder
+from hwopt.training.build import build
+from hwopt.training.loop import Loop
+
+PROFILE = """
+name = "one"
+[plugins.optimizer]
+name = "adamw_torch_fused"
+[plugins.sdpa]
+[plugins.precision]
+dtype = "bf16"
+[plugins.batch]
+train = {rows}
+"""
+GRAPHS = "[plugins.cuda_graphs]\ntokens = 0\n"
+STEPS, ROUNDS = 8, 5
+
+
+def measured(rows: int, width: int, tables: str) -> dict[str, Any]:
+    """Counts and times of a step of `rows` x `width`, and the memory that torch's allocator holds."""
+    with tempfile.TemporaryDirectory() as name, large_weights_uninitialized():
+        folder = Path(name)
+        choose = random.Random(0)
+        texts = [" ".join(choose.choices(WORDS, k=2 * width)) for _ in range(64 * rows)]
+        lines = [json.dumps({"text": text, "label": str(number % 2)}) for number, text in enumerate(texts)]
+        (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (folder / "profile.toml").write_text(PROFILE.format(rows=rows) + tables, encoding="utf-8")
+        job = ["model.config={ model_type='bert' }", "task.kind=text-classification", f"data.train={folder / 'train.jsonl'}"]
+        job += [f"data.max_length={width}", "training.max_steps=1000", "training.logging_steps=1000"]
+        plan = api.resolve(str(folder / "profile.toml"), assignments=job, cache=folder / "cache")
+        with build(plan, folder / "run", folder / "cache", listener=Recorder()) as run:
+            loop = Loop(run, AsyncWriter(run))
+            run.engine.init_state()
+            run.model.train()
+            batches = loop.batches()
+            batch = next(batches)
+
+            def steps(number: int) -> None:
+                for _ in range(number):
+                    loop.update(batch)
+                    loop.telemetry.stepped(batch)
+
+            steps(3)
+            torch.cuda.reset_peak_memory_stats()
+            steps(3)
+            times = []
+            gc.disable()
+            with counting() as counts:
+                for _ in range(ROUNDS):
+                    began = time.thread_time()
+                    steps(STEPS)
+                    times.append((time.thread_time() - began) / STEPS)
+            gc.enable()
+            number = STEPS * ROUNDS
+            return {
+                "launches": counts["launch"] / number,
+                "waits": counts.waits / number,
+                "host_ms": 1e3 * min(times),
+                "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
+            }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    shapes = [tuple(map(int, word.split("x"))) for word in sys.argv[1:]] or [(8, 32), (16, 64), (32, 64), (64, 128)]
+    print("| rows x tokens | launches | waits | host ms | MiB reserved |")
+    print("|---|---|---|---|---|")
+    for rows, width in shapes:
+        eager, graphs = measured(rows, width, ""), measured(rows, width, GRAPHS)
+        formats = dict.fromkeys(eager, ",.0f") | {"host_ms": ".1f"}
+        cells = [f"{eager[key]:{form}} -> {graphs[key]:{form}}" for key, form in formats.items()]
+        print(f"| {rows} x {width} | {' | '.join(cells)} |", flush=True)
