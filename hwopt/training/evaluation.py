@@ -103,7 +103,7 @@ class Evaluation:
         run = self.run
         forward = Forward(run.inner_model, run.evaluation_loss, metrics, run.heartbeat)
         if run.engine.supports_retry:
-            add_batch(forward, batch, self.backoff, f"after step {run.step}", run.device)
+            add_batch(forward, batch, self.backoff, f"after step {run.step}", run.device, run.forward_backward.free)
         else:
             for _ in forward.rows(batch, self.backoff.rung):
                 pass
@@ -131,10 +131,21 @@ class Forward:
             yield micro_batch.end_row
 
 
-def add_batch(forward: Forward, batch: StepBatch, backoff: OomBackoff, where: str, device: torch.device) -> None:
-    """Add every row of `batch` once, in smaller micro-batches if memory runs out."""
+def nothing_to_free() -> bool:
+    return False
+
+
+def add_batch(
+    forward: Forward,
+    batch: StepBatch,
+    backoff: OomBackoff,
+    where: str,
+    device: torch.device,
+    free: Callable[[], bool] = nothing_to_free,
+) -> None:
+    """Add every row of `batch` once, in smaller micro-batches if memory runs out and there is nothing to `free`."""
     work = partial(forward.rows, batch)
-    each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, device)
+    each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, device, free)
 
 
 def each_row_once(
@@ -145,10 +156,11 @@ def each_row_once(
     backoff: OomBackoff,
     where: str,
     device: torch.device,
+    free: Callable[[], bool] = nothing_to_free,
 ) -> None:
     """Call `work(rung, first row)`, which yields the number of rows done, until all `rows` of a batch are.
 
-    After running out of memory it continues at the first row that is not done, at a finer rung.
+    After running out of memory it continues at the first row that is not done, at a finer rung unless `free` freed some.
     `largest` returns the tokens of the largest micro-batch at a rung. Raises DoesNotFitError if a
     single row does not fit.
     """
@@ -161,8 +173,10 @@ def each_row_once(
             continue
         except torch.OutOfMemoryError as error:
             oom_message = first_line(error)
+        freed = free()
         free_memory(device)  # after the except block: the exception's frames keep tensors alive
-        backoff.reduce(finest_rung, where, oom_message, rung)
+        if not freed:
+            backoff.reduce(finest_rung, where, oom_message, rung)
     backoff.batch_succeeded(rung, largest(rung))
 
 

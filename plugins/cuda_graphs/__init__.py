@@ -1,7 +1,7 @@
 """CUDA graphs: the forward and backward pass of a micro-batch as one launch instead of a thousand.
 
 With short texts or few rows a card waits for the host, which issues each kernel. A graph holds the kernels of a shape (rows,
-width) and is launched at once. A shape is captured when it comes the second time; new and rare shapes run eagerly. Batches are
+width) and is launched at once. It is captured when the shape first comes, after one eager micro-batch. Batches are
 padded to one of a few widths, so that few shapes occur. What graphs do not cover: clipping, the update, evaluation. Out of memory
 frees the graphs before a step is split finer.
 
@@ -116,9 +116,9 @@ class CudaGraphs(Plugin):
             return Evidence.inactive(f"the passes are computed by {type(passes).__name__}")
         calls = passes.calls
         seen = f"last step: {calls.captured} captured, {calls.replayed} replayed, {calls.eager} eager micro-batch(es); "
-        seen += f"{len(passes.graphs)} graph(s), {len(passes.refused)} shape(s) cannot be captured"
+        seen += f"{len(passes.graphs)} graph(s), {len(passes.failed)} shape(s) could not be captured"
         if calls.replayed:
             return Evidence.active(seen)
-        if not passes.graphs and not passes.refused and run.step <= 1:
-            return Evidence.unknown(f"{seen}; a shape is captured when it comes the second time")
+        if not passes.graphs and not passes.failed and run.step <= 1:
+            return Evidence.unknown(f"{seen}; the first micro-batch of a run is eager")
         return Evidence.inactive(seen)

@@ -38,14 +38,16 @@ class Calls:
 
 
 class GraphedForwardBackward(ForwardBackward):
-    """Runs a shape eagerly when it is new, captures it when it comes again, and replays the graph from then on.
+    """Runs the first micro-batch eagerly, captures each other shape when it first comes, and replays its graph from then on.
 
     All graphs use one memory pool: nothing in it outlives a replay except the gradients, which the update reads before the next.
+    Eager passes do not use it: what they create for later, such as a table of positions, would be overwritten by the next replay.
+    So a shape that ran eagerly first would need its memory twice.
     In a step of several micro-batches the gradients are added up outside of the pool, because eager passes add to them too.
     While a profiler records, each shape is captured anew: a replay would show it no operators.
     """
 
-    def __init__(self, run: RunView, most: int, tokens: int = 0) -> None:
+    def __init__(self, run: RunView, most: int, tokens: int) -> None:
         """`most`: how many graphs are kept. `tokens`: micro-batches with more tokens run eagerly; 0: no limit."""
         super().__init__(run)
         self.most, self.tokens = most, tokens
@@ -59,8 +61,9 @@ class GraphedForwardBackward(ForwardBackward):
         self.stream = torch.cuda.Stream()
         self.graphs: dict[Key, Graph] = {}
         self.seen = Counter[Key]()
+        self.failed = Counter[Key]()
         self.refused: dict[Key, str] = {}
-        """Shapes that cannot be captured -> why."""
+        """Shapes whose capture failed twice -> why. Once may be a kernel that is compiled or tuned for the shape."""
         self.calls = Calls()
         """Of the present step."""
         self.alone = True
@@ -97,17 +100,21 @@ class GraphedForwardBackward(ForwardBackward):
         if places != self.places:  # another plugin moved weights, or trains others from now on
             self.free()
             self.places, self.trained, self.out_of_memory = places, [], 0
-        if not alone and self.sums:
+        if alone or not self.trained or self.out_of_memory > 1:
+            return
+        if self.sums:
             torch._foreach_zero_(self.sums)
-            for weight, total in zip(self.trained, self.sums, strict=True):
-                weight.grad = total
+        else:
+            self.sums = [torch.zeros_like(weight) for weight in self.trained]
+        for weight, total in zip(self.trained, self.sums, strict=True):
+            weight.grad = total
 
     def graph_of(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
         """The graph of a shape, captured if need be; None if it is to run eagerly."""
         recorded = torch._C._autograd._profiler_enabled()
         if key in self.graphs and not recorded:
             return self.graphs[key]
-        if not self.trained or key in self.refused or self.out_of_memory > 1 or self.seen[key] < 2:
+        if not self.trained or key in self.refused or self.out_of_memory > 1:
             return None
         self.graphs.pop(key, None)
         if len(self.graphs) >= self.most and not self.forget_a_rarer_one(key):
@@ -138,7 +145,9 @@ class GraphedForwardBackward(ForwardBackward):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.refuse(key, error)
+            self.failed[key] += 1
+            if self.failed[key] > 1:
+                self.refuse(key, error)
             return None
         finally:
             if self.alone:
@@ -160,7 +169,6 @@ class GraphedForwardBackward(ForwardBackward):
         if not self.graphs and not self.sums:
             return False
         self.graphs.clear()
-        self.seen.clear()
         self.sums = []
         self.out_of_memory += 1
         if self.out_of_memory > 1:

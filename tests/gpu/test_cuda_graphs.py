@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pure": ("causal-lm", ONE | {"precision": {"dtype": "bf16", "level": "pure"}}),
     "checkpointing": ("text-classification", ONE | {"checkpointing": {}}),
     "LoRA": ("causal-lm", ONE | LORA | {"precision": {"dtype": "bf16"}}),
-    "length batching": ("text-classification", {"length_batching": {"tokens": 64, "overhead_tokens": 16}}),
+    "one micro-batch or several": ("text-classification", ONE | {"length_batching": {"tokens": 256, "overhead_tokens": 40}}),
     "fused loss": ("causal-lm", ONE | {"fused_loss": {"backend": "torch"}}),
 }
 
@@ -63,6 +63,9 @@ def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     passes = graphed.run.forward_backward
     assert passes.graphs
     assert passes.calls.replayed, "in the last step"
+    assert {alone for alone, *_ in passes.graphs} == (
+        {True, False} if "or several" in case else {"train" in tables.get("batch", {})}
+    )
     assert graphed.losses == eager.losses
     assert saved_bits(tmp_path / "graphed" / "run" / "final") == saved_bits(tmp_path / "eager" / "run" / "final")
     ends = [{entry.name: found.status for entry, found in recorder.found_at_end} for recorder in (eager, graphed)]
@@ -134,6 +137,31 @@ def test_out_of_memory_frees_the_graphs_and_repeats_the_step(tmp_path: Path, mon
     assert twice.warnings == ["The device has no memory for CUDA graphs, continuing without them"]
     assert not twice.run.forward_backward.graphs
     assert saved_bits(tmp_path / "twice" / "run" / "final") == saved_bits(tmp_path / "plain" / "run" / "final")
+
+
+@pytest.mark.device("any")
+def test_evaluation_out_of_memory_frees_the_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And repeats the batch as large as it was."""
+    job = tiny_job(tmp_path / "data", samples=96, config=DROPOUT, max_steps=8, eval_steps=4)
+    plan = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
+    failed: list[int] = []
+
+    def fail_once(model: Any, run: Any) -> Any:
+        def check(*_: Any) -> None:
+            if not model.training and not failed and recorder.run is not None and recorder.run.step == 4:
+                failed.append(4)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model.register_forward_pre_hook(check)
+        return model
+
+    recorder = Recorder()
+    plan.recipe.model_steps.append(fail_once)
+    train_tiny(plan, tmp_path, recorder)
+    assert recorder.warnings == []
+    assert failed
+    assert recorder.run.forward_backward.out_of_memory == 1
+    assert recorder.run.forward_backward.graphs, "captured again"
 
 
 @pytest.mark.device("any")
