@@ -69,8 +69,13 @@ ACTIVE = {"precision", "optimizer", "checkpointing"}
 @pytest.mark.device("any")
 @pytest.mark.parametrize(
     ("table", "plugin"),
-    [("", "batch"), ("[plugins.fsdp]\n", "fsdp"), ('[plugins.zero]\nstage = 2\noffload = "none"\n', "zero")],
-    ids=["data parallel", "fsdp", "zero"],
+    [
+        ("", "batch"),
+        ("[plugins.fsdp]\n", "fsdp"),
+        ('[plugins.zero]\nstage = 2\noffload = "none"\n', "zero"),
+        ("[plugins.cuda_graphs]\ntokens = 0\n", "cuda_graphs"),
+    ],
+    ids=["data parallel", "fsdp", "zero", "graphs"],
 )
 def test_two_devices_train_and_prove_each_plugin(table: str, plugin: str, tmp_path: Path) -> None:
     write_samples(tmp_path / "train.jsonl", 500)  # several steps an epoch: the last step of one may be smaller

@@ -217,7 +217,7 @@ struct Computed : c10::OperatorKernel {
         if ((inside && name != "aten::nonzero") || fails) return run(op, keys, stack);
         std::vector<IValue> arguments(stack->end() - takes, stack->end());
         Sizes given = sizes_of(arguments);
-        if (given.mixed || (limit >= 0 && given.elements > limit)) return run(op, keys, stack);
+        if (given.mixed || (limit >= 0 && given.elements > limit)) return run(op, keys, stack), zero_when_launched({stack->end() - gives, stack->end()});
         Seed seed = random ? seed_of(arguments) : Seed();
         ++inside;
         try {
@@ -229,7 +229,7 @@ struct Computed : c10::OperatorKernel {
         --inside;
         std::vector<IValue> made(stack->end() - gives, stack->end());
         Sizes all = sizes_of(made);
-        if (all.mixed || (!given.cuda && !all.cuda) || (limit >= 0 && all.elements > limit)) return;
+        if (all.mixed || (!given.cuda && !all.cuda) || (limit >= 0 && all.elements > limit)) return zero_when_launched(made);
         if (uint64_t capture = pretend_capture_of(c10::cuda::getCurrentCUDAStream().stream())) {
             // only views of the bytes are kept: the graph's pool reuses memory as it would without this
             std::vector<IValue> in, out;
@@ -259,6 +259,20 @@ struct Computed : c10::OperatorKernel {
         }
         --inside;
         std::copy(made.begin(), made.end(), stack->end() - gives);
+    }
+
+    // Results that are not computed are zero, as the allocator leaves new memory; a graph finds there what its last launch left.
+    void zero_when_launched(const std::vector<IValue>& made) {
+        uint64_t capture = returns_new ? pretend_capture_of(c10::cuda::getCurrentCUDAStream().stream()) : 0;
+        if (!capture) return;
+        for (const IValue& value : made)
+            each_tensor(value, [&](const at::Tensor& one) {
+                if (!one.defined() || !one.is_cuda() || !one.is_non_overlapping_and_dense()) return;
+                void* at = one.data_ptr();
+                size_t bytes = one.nbytes();
+                std::function<void()> call = [at, bytes] { pretend_drop(at, bytes); };
+                pretend_record(capture, &call);
+            });
     }
 
     void failed(const std::exception& error) {
