@@ -20,6 +20,7 @@ import torch
 
 from hwopt.data.batches.step_batch import Part, Step, StepBatch
 from hwopt.distributed.engine import Engine
+from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.plugin.recipe import Recipe
 from hwopt.training.accumulation import Accumulation
@@ -97,6 +98,7 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
         train_loader=None,
     )
     run.engine = Engine(run)
+    run.forward_backward = ForwardBackward(run)
     loop = Loop.__new__(Loop)  # without the parts that save and evaluate
     loop.run, loop.use = run, UseMeter(run, MemoryPressure(run.device))
     loop.telemetry = Telemetry(run, loop.use)
