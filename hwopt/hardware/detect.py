@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware, weakest
+from hwopt.hardware.layer_speed import LayerSpeed, cached, measured
 from hwopt.hardware.torch_build import torch_problem
 
 PACKAGES = (
@@ -108,6 +110,15 @@ def detect_host() -> Hardware:
         compiler=next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None),
         system=platform.system(),
     )
+
+
+def layer_speed(hardware: Hardware, hidden_size: int, cache: Path) -> LayerSpeed:
+    """How fast this CPU, `hardware`, trains a layer of `hidden_size`: measured once, then from `cache`. Imports torch."""
+    import torch
+
+    told = hardware.name, hardware.cpu_features, torch.get_num_threads(), torch.__version__, hidden_size
+    name = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return cached(cache / "layers" / f"{name}.json", lambda: measured(hidden_size, bool(hardware.can("bf16"))))
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hwopt.errors import InputError
+from hwopt.hardware.layer_speed import LayerSpeed
 
 GIB = 1024**3
 
@@ -78,6 +79,8 @@ class Hardware:
     """Streaming multiprocessors of the GPU; 0 if unknown, and for a CPU."""
     memory_limit_gib: float | None = None
     """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
+    layer: LayerSpeed | None = None
+    """How fast this CPU trains a layer of the model's size; None if it was not measured, and for a GPU."""
     different_cards: tuple[str, ...] = ()
     """The cards of the ranks if they differ: "Tesla T4 (14.56 GiB, compute capability 7.5)"."""
 

@@ -13,7 +13,7 @@ from hwopt.config.profile import Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.detect import detect, detect_software, layer_speed
 from hwopt.hardware.device import Hardware, with_memory_limit
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
@@ -74,6 +74,8 @@ def resolve(
         machine = with_memory_limit(machine, memory_limit)
     config, facts = model_of(job_file, cache)
     software = detect_software()
+    if machine.device_type == "cpu" and machine.source == "detected" and world_size == 1 and facts.hidden_size:
+        machine = replace(machine, layer=layer_speed(machine, facts.hidden_size, cache))  # ranks could measure different times
 
     def settled(chosen: Profile) -> Plan:
         """The plan of `chosen`, with every choice of a plugin made by the memory planner."""

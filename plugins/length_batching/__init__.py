@@ -27,7 +27,7 @@ from hwopt.plugin.price import price_of
 from hwopt_plugins.length_batching.cut import cut_by_length
 
 CPU_OVERHEAD = 256
-"""Cost of one more micro-batch on a CPU, which is host and device: weights and gradients pass through its caches again."""
+"""Cost of one more micro-batch on a CPU where it was not measured. A CPU is host and device: weights pass its caches again."""
 
 
 def mean_padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]], orders: int = 16) -> float:
@@ -83,7 +83,9 @@ class LengthBatching(Plugin):
 
     def price(self, context: Context) -> tuple[int, int, str]:
         """(`overhead_tokens`, `host_tokens` of `cut_by_length` on this machine, the reason)."""
-        overhead = self.options.overhead_tokens
+        overhead, layer = self.options.overhead_tokens, context.hardware.layer
+        if overhead == "auto" and layer is not None:
+            return layer.micro_batch_tokens, 0, f"one more costs as much as {layer.micro_batch_tokens} tokens, measured here"
         if overhead == "auto" and context.hardware.device_type == "cpu":
             overhead = CPU_OVERHEAD
         if overhead != "auto":

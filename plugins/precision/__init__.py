@@ -91,6 +91,10 @@ def flag_from(dtype: str, value: Any) -> Mapping[str, Any]:
     return {"dtype": "auto" if value == "auto" else dtype} if value else {}
 
 
+WORTH_IT = 0.95
+"""bf16 that is not faster than this only rounds. Its time is relative to fp32."""
+
+
 class Precision(Plugin):
     name = "precision"
     stage = Stage.MODEL
@@ -168,6 +172,10 @@ class Precision(Plugin):
         if requested != "auto" and hardware.can(requested):
             return Decision.apply(f"{options.level}: {hardware.can(requested).reason}")
         dtype, reason = best_dtype(hardware)
+        ratio = None if hardware.layer is None else hardware.layer.bf16_ratio
+        if requested == "auto" and dtype == "bf16" and ratio is not None:
+            reason += f", and takes {ratio:.2f} times as long as fp32 for a layer of this size, measured here"
+            dtype = "bf16" if ratio < WORTH_IT else "fp32"
         if options.level == "pure" and dtype == "fp16":
             to = options.model_copy(update={"dtype": dtype, "level": "O2"})
             return Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")

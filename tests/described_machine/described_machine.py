@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 DETECT = "hwopt.hardware.detect"
-ANSWERS: dict[str, Callable[[], Any]] = {
+ANSWERS: dict[str, Callable[..., Any]] = {
     "host_memory": lambda: (24 * GIB, 20 * GIB),
     "cpu_cores": lambda: 2,
     "cpu_name": lambda: "Described CPU",
     "cpu_features": lambda: ("avx512_bf16", "avx2"),
+    "layer_speed": lambda *_: None,
 }
 """Function of hwopt.hardware.detect -> what it returns."""
 DISK = namedtuple("DISK", "total used free")(1024 * GIB, 512 * GIB, 512 * GIB)

@@ -1,0 +1,81 @@
+"""How fast this CPU trains a layer of a model's size: measured in half a second, once for each CPU, torch and size.
+
+What a CPU supports does not say what is faster on it: bf16 instructions speed up large products and slow down small ones, by the
+casts; and what one more micro-batch costs depends on caches and cores. A plain encoder layer stands for the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import log2
+from pathlib import Path
+from typing import Any
+
+TRIES = 3
+"""Each time is the least of so many."""
+SMALL, LARGE = 32, 256
+"""Tokens of the two measured micro-batches."""
+WIDTH = 16
+"""Tokens of a row."""
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """Seconds of a forward and backward pass of an encoder layer."""
+
+    token_seconds: float
+    """For one more token of a micro-batch, in fp32."""
+    micro_batch_seconds: float
+    """For a micro-batch, in fp32, beside those of its tokens."""
+    bf16_ratio: float | None = None
+    """Time in bf16 under autocast, relative to fp32; None for a CPU without bf16 instructions."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that take as long as one more micro-batch does by itself: a power of two, as two measurements differ."""
+        return 1 << round(log2(min(4096, max(1, self.micro_batch_seconds / self.token_seconds))))
+
+
+def cached(file: Path, measure: Callable[[], LayerSpeed]) -> LayerSpeed:
+    """The speed in `file`, or the measured one, which is written there. An unwritable cache costs the time each time."""
+    with suppress(OSError, ValueError, TypeError):
+        return LayerSpeed(**json.loads(file.read_text(encoding="utf-8")))
+    found = measure()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return found
+
+
+def measured(hidden_size: int, bf16: bool) -> LayerSpeed:
+    """The speed of a layer of this size on this CPU, with torch's present number of threads. `bf16`: measure it too."""
+    import torch
+
+    heads = hidden_size // 64 if hidden_size % 64 == 0 else 1
+    with torch.random.fork_rng(devices=[]):
+        layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
+    small, large = (seconds(layer, tokens, None) for tokens in (SMALL, LARGE))
+    token = max(large - small, 0.1 * large) / (LARGE - SMALL)  # noise may make the small one the slower one
+    ratio = seconds(layer, LARGE, torch.bfloat16) / large if bf16 else None
+    return LayerSpeed(token, max(0.0, small - SMALL * token), ratio)
+
+
+def seconds(layer: Any, tokens: int, dtype: Any) -> float:
+    """The least time of a forward and backward pass of `tokens` tokens, under autocast for a `dtype`."""
+    import torch
+
+    rows = torch.zeros(tokens // WIDTH, WIDTH, layer.linear1.in_features)
+
+    def once() -> float:
+        began = time.perf_counter()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            out = layer(rows)
+        out.float().sum().backward()
+        return time.perf_counter() - began
+
+    once()
+    return min(once() for _ in range(TRIES))
