@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 TRIES = 3
-"""Each time is the least of so many."""
-SMALL, LARGE = 32, 256
-"""Tokens of the two measured micro-batches."""
-WIDTH = 16
-"""Tokens of a row."""
+"""Each time is the least of so many, in CPU time: other programs may be busy."""
+SMALL, WIDTH = 32, 16
+"""Tokens of the smaller micro-batch, and of a row."""
+LEAST, MOST = 16, 1024
+"""Bounds of the price of a micro-batch in tokens: what is outside of them is noise."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayerSpeed:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens that take as long as one more micro-batch does by itself: a power of two, as two measurements differ."""
-        return 1 << round(log2(min(4096, max(1, self.micro_batch_seconds / self.token_seconds))))
+        return 1 << round(log2(min(MOST, max(LEAST, self.micro_batch_seconds / self.token_seconds))))
 
 
 def cached(file: Path, measure: Callable[[], LayerSpeed]) -> LayerSpeed:
@@ -58,9 +58,10 @@ def measured(hidden_size: int, bf16: bool) -> LayerSpeed:
     heads = hidden_size // 64 if hidden_size % 64 == 0 else 1
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
-    small, large = (seconds(layer, tokens, None) for tokens in (SMALL, LARGE))
-    token = max(large - small, 0.1 * large) / (LARGE - SMALL)  # noise may make the small one the slower one
-    ratio = seconds(layer, LARGE, torch.bfloat16) / large if bf16 else None
+    most = 256 if hidden_size <= 512 else 128
+    small, large = (seconds(layer, tokens, None) for tokens in (SMALL, most))
+    token = max(large - small, 0.1 * large) / (most - SMALL)  # noise may make the small one the slower one
+    ratio = seconds(layer, most, torch.bfloat16) / large if bf16 else None
     return LayerSpeed(token, max(0.0, small - SMALL * token), ratio)
 
 
@@ -71,11 +72,11 @@ def seconds(layer: Any, tokens: int, dtype: Any) -> float:
     rows = torch.zeros(tokens // WIDTH, WIDTH, layer.linear1.in_features)
 
     def once() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             out = layer(rows)
         out.float().sum().backward()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     once()
     return min(once() for _ in range(TRIES))

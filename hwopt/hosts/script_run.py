@@ -15,8 +15,8 @@ from torch import Tensor
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.script_plan import transformers_model
+from hwopt.planning.parts import without
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import without
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe

@@ -7,86 +7,15 @@ all conflicts, each with both lines of the profile. docs/conflicts.md lists the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from hwopt.config.aliases import option_for
+from hwopt.config.job import Job
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision, plugin_hook
-from hwopt.plugin import CAPABILITIES, Capability, Conflict, Traits
+from hwopt.planning.parts import Part, applied
+from hwopt.plugin import CAPABILITIES, Conflict
 from hwopt.plugin.batch_sizes import BatchSizes
-from hwopt.plugin.recipe import Collision, Recipe
-from hwopt.text import truncate
-
-
-@dataclass(frozen=True)
-class Part:
-    """What an applied plugin has in the recipe."""
-
-    entry: PluginDecision
-    written: frozenset[str]
-    """Slots, keys ("batch['train']"), lists and events ("events['on_gradients']"), without what another plugin replaces."""
-    traits: Traits
-
-    def writes(self, what: str) -> bool:
-        """Whether it has the field `what`, or a key of it."""
-        return any(each == what or each.startswith(f"{what}[") for each in self.written)
-
-    def lacks(self, capability: Capability) -> bool:
-        """Whether it has an engine without `capability`."""
-        return "engine" in self.written and capability in self.traits.lacks
-
-    def needs(self) -> Iterator[tuple[Capability, str]]:
-        """(capability of the engine that it needs, reason)."""
-        name = self.entry.name
-        for field in ("masters", "scaler", "events['on_gradients']"):
-            if field in self.written:
-                yield "whole_gradients", f"{name!r} writes recipe.{field}"
-        if "optimizer" in self.written and not self.traits.elementwise:
-            yield "whole_parameters", f"the optimizer of {name!r} is not elementwise"
-        if "optimizer" in self.written and not self.traits.per_parameter:
-            yield "single_update", f"the optimizer of {name!r} is not per_parameter"
-
-
-def replacements(entries: Iterable[PluginDecision]) -> dict[str, str]:
-    """Slot or key -> the author that replaces it. If two plugins replace the same one, it is not included: they collide."""
-    found: dict[str, list[str]] = {}
-    for entry in applied(entries):
-        for what in entry.plugin.relations.replaces:
-            found.setdefault(what, []).append(entry.author)
-    return {what: authors[0] for what, authors in found.items() if len(authors) == 1}
-
-
-def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[tuple[PluginDecision, ...], tuple[Part, ...]]:
-    """`entries`, with what other plugins replace in their reasons, and the parts of those that still write something.
-
-    A plugin of which everything is replaced is skipped.
-    """
-    winners = replacements(entries)
-    marked: list[PluginDecision] = []
-    parts: list[Part] = []
-    for entry in entries:
-        if entry.decision == "skip":
-            marked.append(entry)
-            continue
-        written = recipe.written_by_author(entry.author)
-        lost = {what: winners[what] for what in written if winners.get(what, entry.author) != entry.author}
-        by = ", ".join(dict.fromkeys(lost.values()))
-        if lost and len(lost) == len(written):
-            marked.append(replace(entry, decision="skip", reason=f"replaced by {by}", replaced=True))
-            continue
-        reason = f"{entry.reason}; recipe.{', '.join(lost)} replaced by {by}" if lost else entry.reason
-        marked.append(replace(entry, reason=reason))
-        parts.append(Part(marked[-1], frozenset(written) - lost.keys(), traits_of(entry)))
-    return tuple(marked), tuple(parts)
-
-
-def traits_of(entry: PluginDecision) -> Traits:
-    """The traits of a plugin with its options in effect. Raises PluginError if it returns something else."""
-    with plugin_hook(entry, "traits"):
-        found: object = entry.plugin.traits
-    if not isinstance(found, Traits):
-        raise PluginError(f"{entry.who}: `traits` is {truncate(found)}; expected a Traits(…)")
-    return found
+from hwopt.plugin.recipe import Collision
 
 
 def refuse_conflicts(entries: Sequence[PluginDecision], parts: Sequence[Part], collisions: Iterable[Collision]) -> None:
@@ -178,11 +107,15 @@ def refuse_lacking_engine(parts: Sequence[Part], batch: BatchSizes, world_size: 
             )
 
 
+def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
+    """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
+    own = next((part for part in parts if "loss" in part.written), None)
+    if own is not None and (key := next(iter(job.task.loss_changes), None)):
+        raise PluginError(
+            f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
+        )
+
+
 def author_in(parts: Sequence[Part], what: str) -> str:
     """The plugin that wrote the slot or key `what`, for a message."""
     return next(part.entry.who for part in parts if what in part.written)
-
-
-def applied(entries: Iterable[PluginDecision]) -> Iterator[PluginDecision]:
-    """The entries that are not skipped."""
-    return (entry for entry in entries if entry.decision != "skip")

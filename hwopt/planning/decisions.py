@@ -89,14 +89,16 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
     return found
 
 
-def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> Iterator[PluginDecision]:
-    """Each plugin's decision, in the profile's order. `choices`: plugin -> index of the options to use if several are offered."""
+def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> tuple[PluginDecision, ...]:
+    """Each plugin's decision, in the order of the plan. `choices`: plugin -> index of the options if several are offered."""
+    found = []
     for plugin_class, options, place in given_options(profile, registry):
         distribution = registry.distribution(plugin_class.name)
         with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
             plugin = plugin_class(options)
         requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
-        yield probe_plugin(requested, profile, context, choices.get(plugin_class.name, 0))
+        found.append(probe_plugin(requested, profile, context, choices.get(plugin_class.name, 0)))
+    return in_order(found)
 
 
 def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:

@@ -7,7 +7,6 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hwopt.config.job import Job, JobFile
@@ -16,21 +15,13 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import (
-    Part,
-    applied,
-    author_in,
-    refuse_conflicts,
-    refuse_lacking_engine,
-    replacements,
-    split_replaced,
-)
-from hwopt.planning.decisions import PluginDecision, decide, enforce_strict, in_order, oom_plugins, plugin_hook
+from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_lacking_engine, refuse_replaced_loss
+from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
+from hwopt.planning.parts import Part, split_replaced, without, write_recipe
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import provenance_of, under_job, with_recipe
 from hwopt.plugin import Context
 from hwopt.plugin.batch_sizes import KEYS, BatchSizes
-from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.text import listing, nearest, truncate
 
@@ -64,7 +55,7 @@ def resolve(
     notes = card_notes(profile, hardware)
     card = profile.card_of(hardware)
     context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
-    entries = in_order(decide(profile, registry, context, choices or {}))
+    entries = decide(profile, registry, context, choices or {})
     recipe = write_recipe(entries, context)
     if lacking:
         entries = tuple(without(lacking, entry, recipe) for entry in entries)
@@ -93,33 +84,6 @@ def resolve(
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
-
-
-def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
-    """A new recipe, written by the plugins that are not skipped, in their order."""
-    recipe = Recipe(replacements(entries))
-    for entry in applied(entries):
-        with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()"):
-            entry.plugin.apply(recipe, context)
-    return recipe
-
-
-def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -> PluginDecision:
-    """`entry`, skipped if it wrote one of the fields or keys that are `lacking`."""
-    written = recipe.written_by_author(entry.author) if entry.decision != "skip" else ()
-    for what in written:
-        if reason := lacking.get(what) or lacking.get(what.partition("[")[0]):
-            return replace(entry, decision="skip", reason=f"recipe.{what}: {reason}")
-    return entry
-
-
-def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
-    """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
-    own = next((part for part in parts if "loss" in part.written), None)
-    if own is not None and (key := next(iter(job.task.loss_changes), None)):
-        raise PluginError(
-            f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
-        )
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:

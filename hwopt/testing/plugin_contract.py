@@ -12,8 +12,8 @@ from typing import Any
 from hwopt import api
 from hwopt.hardware.device import Hardware
 from hwopt.planning.decisions import PluginDecision, helps_oom
+from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.recipe import SLOTS
 from hwopt.plugin.registry import Registry
 from hwopt.testing.observed_run import observed_evidence

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.hardware.detect import detect
-from hwopt.hardware.layer_speed import LayerSpeed, cached, measured
+from hwopt.hardware.layer_speed import LEAST, MOST, LayerSpeed, cached, measured
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
 
 SPEED = LayerSpeed(token_seconds=1e-4, micro_batch_seconds=3e-3, bf16_ratio=0.6)
@@ -21,8 +21,8 @@ SPEED = LayerSpeed(token_seconds=1e-4, micro_batch_seconds=3e-3, bf16_ratio=0.6)
 def test_price_of_a_micro_batch_is_a_power_of_two_near_the_measured_one(token: float, micro_batch: float) -> None:
     tokens = LayerSpeed(token, micro_batch).micro_batch_tokens
     assert tokens.bit_count() == 1
-    assert 1 <= tokens <= 4096
-    if 1 <= micro_batch / token <= 2048:
+    assert LEAST <= tokens <= MOST
+    if LEAST <= micro_batch / token <= MOST:
         assert 0.5 <= tokens / (micro_batch / token) <= 2
 
 

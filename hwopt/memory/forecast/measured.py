@@ -26,8 +26,8 @@ from hwopt.memory.trace.dry_run import (
     train_step,
 )
 from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import write_recipe
 
 STEP = "hwopt.step"
 

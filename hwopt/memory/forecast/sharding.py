@@ -22,8 +22,8 @@ from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import write_recipe
 from hwopt.plugin import MemorySpec
 
 STATES = ("weights", "gradients", "optimizer_state", "masters")

@@ -26,8 +26,8 @@ from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
 from hwopt.model.remote_code import is_trusted
+from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
-from hwopt.planning.resolve import write_recipe
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.model_builder import in_float32
