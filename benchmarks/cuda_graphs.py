@@ -1,6 +1,7 @@
-"""The table of docs/cuda-graphs.md: steps with and without CUDA graphs on a pretend card.
+"""The tables of docs/cuda-graphs.md: steps with and without CUDA graphs on a pretend card, and the families that can be captured.
 
     python tests/pretend_cuda rtx3090 env PRETEND_COMPUTE=0 python benchmarks/cuda_graphs.py [ROWSxWIDTH...]
+    python tests/pretend_cuda rtx3090 env PRETEND_COMPUTE=all python benchmarks/cuda_graphs.py --families
 
 BERT-base in bf16 with fused AdamW, steps of one micro-batch. Launches and waits are exact. Host milliseconds are CPU time of the
 training thread on this machine, in the pretend driver too. The pretend device computes nothing.
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from pretend_cuda.counters import counting
 from pretend_cuda.zero_weights import large_weights_uninitialized
 
 from hwopt import api
+from hwopt.errors import HwoptError
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.testing import WORDS, Recorder
+from hwopt.testing import WORDS, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 
@@ -86,8 +89,63 @@ def measured(rows: int, width: int, tables: str) -> dict[str, Any]:
             }
 
 
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 130,
+}
+DECODER = SIZES | {"num_key_value_heads": 1, "head_dim": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "text-classification": {
+        **dict.fromkeys(("bert", "roberta", "electra", "modernbert", "xlm-roberta"), SIZES),
+        "albert": SIZES | {"embedding_size": 32},
+        "deberta-v2": SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        "distilbert": {"vocab_size": 300, "dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 128},
+    },
+    "causal-lm": {
+        **dict.fromkeys(("llama", "mistral", "qwen3", "gemma3_text", "phi3"), DECODER),
+        "gpt2": {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128},
+        "mixtral": DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": DECODER | EXPERTS | {"num_experts": 4},
+        "gpt_oss": DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    },
+    "seq2seq-lm": {"t5": {"vocab_size": 300, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2}},
+}
+"""Task -> family -> a config of two small layers."""
+
+
+def capture(kind: str, family: str, sizes: dict[str, Any]) -> str:
+    """Whether the steps of a small model of the family can be captured, or the line that waits."""
+    with tempfile.TemporaryDirectory() as name:
+        job = tiny_job(Path(name) / "data", kind, config={"model_type": family, **sizes}, max_steps=6)
+        task = job.job.task.model_copy(update={"ignore_router_loss": True})
+        job = replace(job, job=job.job.model_copy(update={"task": task}))
+        tables = {"optimizer": {"name": "adamw_torch_fused"}, "precision": {"dtype": "bf16"}, "cuda_graphs": {"tokens": 0}}
+        recorder = train_tiny(plan_for(tiny_profile(**tables), job), Path(name))
+        passes = recorder.run.forward_backward
+        return "captured" if passes.graphs else " ".join(passes.refused.values())
+
+
+def show_families() -> None:
+    print("| family | task | |\n|---|---|---|")
+    for kind, families in FAMILIES.items():
+        for family, sizes in families.items():
+            try:
+                found = capture(kind, family, sizes)
+            except HwoptError as error:
+                found = f"not trained: {error}"
+            print(f"| {family} | {kind} | {found} |", flush=True)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    if "--families" in sys.argv:
+        show_families()
+        sys.exit()
     shapes = [tuple(map(int, word.split("x"))) for word in sys.argv[1:]] or [(8, 32), (16, 64), (32, 64), (64, 128)]
     print("| rows x tokens | launches | waits | host ms | MiB reserved |")
     print("|---|---|---|---|---|")

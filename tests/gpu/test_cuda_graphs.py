@@ -17,7 +17,7 @@ import hwopt_plugins.cuda_graphs
 from hwopt import api
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.testing import TINY_BERT, Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, TINY_LLAMA, Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 
@@ -36,12 +36,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("text-classification", ONE | {"checkpointing": {}}),
     "LoRA": ("causal-lm", ONE | LORA | {"precision": {"dtype": "bf16"}}),
     "one micro-batch or several": ("text-classification", ONE | {"length_batching": {"tokens": 256, "overhead_tokens": 40}}),
+    "shared key heads": ("causal-lm", {"precision": {"dtype": "bf16"}, "sdpa": {}}),
     "fused loss": ("causal-lm", ONE | {"fused_loss": {"backend": "torch"}}),
 }
 
 
 def trained(folder: Path, kind: str, tables: dict[str, Any], **training: Any) -> Recorder:
-    config = DROPOUT if kind == "text-classification" else None
+    config = DROPOUT if kind == "text-classification" else TINY_LLAMA | {"num_key_value_heads": 1}
     job = tiny_job(folder / "data", kind, samples=96, config=config, max_steps=14, learning_rate=1e-3, **training)
     return train_tiny(plan_for(tiny_profile(**FUSED, **tables), job), folder)
 

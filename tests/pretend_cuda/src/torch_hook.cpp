@@ -145,9 +145,17 @@ at::Tensor mask_of(const at::Tensor& query, const at::Tensor& key, bool causal) 
     return at::ones({query.size(-2), key.size(-2)}, query.options().dtype(at::kBool)).tril(0).logical_not();
 }
 struct Attention { at::Tensor q, k, v, probabilities, lse; double scale; };
+// Several query heads may share a head of keys and values.
+at::Tensor for_each_head(const at::Tensor& shared, const at::Tensor& q) {
+    return shared.size(-3) == q.size(-3) ? shared : shared.repeat_interleave(q.size(-3) / shared.size(-3), -3);
+}
+at::Tensor of_shared_head(const at::Tensor& grad, const at::Tensor& out) {
+    int64_t heads = out.size(1);
+    return grad.size(1) == heads ? grad : grad.unflatten(1, at::IntArrayRef{heads, grad.size(1) / heads}).sum(2);
+}
 Attention attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias, bool causal,
                  std::optional<double> scale) {
-    Attention a{q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), {}, {}, scale.value_or(1.0 / std::sqrt(double(q.size(-1))))};
+    Attention a{q.to(at::kFloat), for_each_head(k.to(at::kFloat), q), for_each_head(v.to(at::kFloat), q), {}, {}, scale.value_or(1.0 / std::sqrt(double(q.size(-1))))};
     auto scores = at::matmul(a.q, a.k.transpose(-2, -1)) * a.scale;
     if (bias && bias->defined()) scores = scores + bias->to(at::kFloat);
     if (causal) scores = scores.masked_fill(mask_of(q, k, true), -INFINITY);
@@ -186,10 +194,11 @@ bool attention(const std::string& name, const std::vector<IValue>& in, const std
                                      at::matmul(a.probabilities.transpose(-2, -1), grad), of_scores};
     for (size_t i = 0; i < out.size() && i < 4; i++)
         if (out[i].isTensor() && out[i].toTensor().defined() && out[i].toTensor().numel())
-            seen(out[i].toTensor()).copy_(i < 3 ? grads[i] : at::sum_to(grads[3], out[i].toTensor().sizes()));
+            seen(out[i].toTensor()).copy_(i < 3 ? of_shared_head(grads[i], out[i].toTensor()) : at::sum_to(grads[3], out[i].toTensor().sizes()));
     return true;
 }
 void adapt(const std::string& name, std::vector<IValue>& in) {  // arguments that only the CUDA operator accepts
+    if (name == "aten::histc") in[0] = in[0].toTensor().to(at::kFloat);
     if ((name == "aten::_softmax" || name == "aten::_log_softmax") && in[2].toBool()) {
         in[0] = in[0].toTensor().to(at::kFloat);
         in[2] = false;
@@ -214,7 +223,8 @@ struct Computed : c10::OperatorKernel {
     void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
         const size_t takes = op.schema().arguments().size(), gives = op.schema().returns().size();
         // nonzero in an outer operator decides a shape there, as for index_put_ with a mask
-        if ((inside && name != "aten::nonzero") || fails) return run(op, keys, stack);
+        if (inside && name != "aten::nonzero") return run(op, keys, stack);
+        if (fails) return run(op, keys, stack), zero_when_launched({stack->end() - gives, stack->end()});
         std::vector<IValue> arguments(stack->end() - takes, stack->end());
         Sizes given = sizes_of(arguments);
         if (given.mixed || (limit >= 0 && given.elements > limit)) return run(op, keys, stack), zero_when_launched({stack->end() - gives, stack->end()});
@@ -235,8 +245,8 @@ struct Computed : c10::OperatorKernel {
             std::vector<IValue> in, out;
             for (const IValue& one : arguments) in.push_back(on_cpu(one));
             for (const IValue& one : made) out.push_back(on_cpu(one));
-            std::function<void()> call = [this, op, in, out, seed]() mutable {
-                if (fails) return;
+            std::function<void()> call = [this, op, in, out, seed, zero = zeroing(made)]() mutable {
+                if (fails) return zero();
                 at::AutoDispatchBelowADInplaceOrView guard;
                 ++inside;
                 try {
@@ -244,6 +254,7 @@ struct Computed : c10::OperatorKernel {
                     compute(op, in, results, seed.now());
                 } catch (const std::exception& error) {
                     failed(error);
+                    zero();
                 }
                 --inside;
             };
@@ -262,17 +273,19 @@ struct Computed : c10::OperatorKernel {
     }
 
     // Results that are not computed are zero, as the allocator leaves new memory; a graph finds there what its last launch left.
-    void zero_when_launched(const std::vector<IValue>& made) {
-        uint64_t capture = returns_new ? pretend_capture_of(c10::cuda::getCurrentCUDAStream().stream()) : 0;
-        if (!capture) return;
+    std::function<void()> zeroing(const std::vector<IValue>& made) {
+        std::vector<std::pair<void*, size_t>> places;
         for (const IValue& value : made)
             each_tensor(value, [&](const at::Tensor& one) {
-                if (!one.defined() || !one.is_cuda() || !one.is_non_overlapping_and_dense()) return;
-                void* at = one.data_ptr();
-                size_t bytes = one.nbytes();
-                std::function<void()> call = [at, bytes] { pretend_drop(at, bytes); };
-                pretend_record(capture, &call);
+                bool whole = one.defined() && one.is_cuda() && one.is_non_overlapping_and_dense();
+                if (returns_new && whole) places.emplace_back(one.data_ptr(), one.nbytes());
             });
+        return [places] { for (auto [address, bytes] : places) pretend_drop(address, bytes); };
+    }
+    void zero_when_launched(const std::vector<IValue>& made) {
+        uint64_t capture = pretend_capture_of(c10::cuda::getCurrentCUDAStream().stream());
+        auto zero = zeroing(made);
+        if (capture && returns_new) pretend_record(capture, &zero);
     }
 
     void failed(const std::exception& error) {
