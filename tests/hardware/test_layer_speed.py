@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwopt.hardware.detect import detect
-from hwopt.hardware.layer_speed import LEAST, MOST, LayerSpeed, cached, measured
+from hwopt.hardware.layer_speed import BESIDE_LAYERS, LEAST, MOST, LayerSpeed, cached, measured
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
 
 SPEED = LayerSpeed(token_seconds=1e-4, micro_batch_seconds=3e-3, bf16_ratio=0.6)
@@ -22,8 +22,8 @@ def test_price_of_a_micro_batch_is_a_power_of_two_near_the_measured_one(token: f
     tokens = LayerSpeed(token, micro_batch).micro_batch_tokens
     assert tokens.bit_count() == 1
     assert LEAST <= tokens <= MOST
-    if LEAST <= micro_batch / token <= MOST:
-        assert 0.5 <= tokens / (micro_batch / token) <= 2
+    if LEAST <= (price := BESIDE_LAYERS * micro_batch / token) <= MOST:
+        assert 0.5 <= tokens / price <= 2
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -67,6 +67,6 @@ def test_bf16_that_is_asked_for_is_used(tmp_path: Path) -> None:
 
 def test_price_of_a_micro_batch_is_the_measured_one(tmp_path: Path) -> None:
     entry = entry_of("length_batching", planned(tmp_path, 1.0, length_batching={}))
-    assert entry.options.overhead_tokens == SPEED.micro_batch_tokens == 32
-    assert "one more costs as much as 32 tokens, measured here" in entry.reason
+    assert entry.options.overhead_tokens == SPEED.micro_batch_tokens == 64
+    assert "one more costs as much as 64 tokens, measured here" in entry.reason
     assert entry_of("length_batching", planned(tmp_path, None, length_batching={})).options.overhead_tokens == 256
