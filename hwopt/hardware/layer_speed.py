@@ -20,8 +20,8 @@ TRIES = 3
 SMALL, WIDTH = 32, 16
 """Tokens of the smaller micro-batch, and of a row."""
 BESIDE_LAYERS = 2
-"""What a micro-batch costs by itself, relative to its layers: the model's own code and the loop come on top. The demo (128 tokens by
-its layers) trained 7 and 14 % faster with 256 on a two-core EPYC with AVX2, 2026-11-25."""
+"""What a micro-batch costs by itself, relative to its layers: the model's own code and the loop come on top. The demo
+(128 tokens by its layers) trained 7 and 14 % faster with 256 on a two-core EPYC with AVX2, 2026-11-25."""
 LEAST, MOST = 16, 1024
 """Bounds of the price of a micro-batch in tokens: what is outside of them is noise."""
 
