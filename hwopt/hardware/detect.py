@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware, weakest
-from hwopt.hardware.layer_speed import LayerSpeed, cached, measured
+from hwopt.hardware.layer_speed import LARGEST, LayerSpeed, cached, measured
 from hwopt.hardware.torch_build import torch_problem
 
 PACKAGES = (
@@ -112,10 +112,15 @@ def detect_host() -> Hardware:
     )
 
 
-def layer_speed(hardware: Hardware, hidden_size: int, cache: Path) -> LayerSpeed:
-    """How fast this CPU, `hardware`, trains a layer of `hidden_size`: measured once, then from `cache`. Imports torch."""
+def layer_speed(hardware: Hardware, hidden_size: int, cache: Path) -> LayerSpeed | None:
+    """How fast this CPU, `hardware`, trains a layer of `hidden_size`: measured once, then from `cache`. Imports torch.
+
+    None for a size that is unknown (0) or too large.
+    """
     import torch
 
+    if not 0 < hidden_size <= LARGEST:
+        return None
     told = hardware.name, hardware.cpu_features, torch.get_num_threads(), torch.__version__, hidden_size
     name = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
     return cached(cache / "layers" / f"{name}.json", lambda: measured(hidden_size, bool(hardware.can("bf16"))))

@@ -22,6 +22,8 @@ SMALL, WIDTH = 32, 16
 BESIDE_LAYERS = 2
 """What a micro-batch costs by itself, relative to its layers: the model's own code and the loop come on top. The demo
 (128 tokens by its layers) trained 7 and 14 % faster with 256 on a two-core EPYC with AVX2, 2026-11-25."""
+LARGEST = 1024
+"""The largest hidden size that is measured: more takes seconds. There bf16 is faster wherever the CPU has it."""
 LEAST, MOST = 16, 1024
 """Bounds of the price of a micro-batch in tokens: what is outside of them is noise."""
 
@@ -60,12 +62,12 @@ def measured(hidden_size: int, bf16: bool) -> LayerSpeed:
     import torch
 
     heads = hidden_size // 64 if hidden_size % 64 == 0 else 1
-    with torch.random.fork_rng(devices=[]):
-        layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
     most = 256 if hidden_size <= 512 else 128
-    small, large = (seconds(layer, tokens, None) for tokens in (SMALL, most))
+    with torch.random.fork_rng(devices=[]):  # weights and dropout
+        layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
+        small, large = (seconds(layer, tokens, None) for tokens in (SMALL, most))
+        ratio = seconds(layer, most, torch.bfloat16) / large if bf16 else None
     token = max(large - small, 0.1 * large) / (most - SMALL)  # noise may make the small one the slower one
-    ratio = seconds(layer, most, torch.bfloat16) / large if bf16 else None
     return LayerSpeed(token, max(0.0, small - SMALL * token), ratio)
 
 
@@ -73,7 +75,7 @@ def seconds(layer: Any, tokens: int, dtype: Any) -> float:
     """The least time of a forward and backward pass of `tokens` tokens, under autocast for a `dtype`."""
     import torch
 
-    rows = torch.zeros(tokens // WIDTH, WIDTH, layer.linear1.in_features)
+    rows = torch.randn(tokens // WIDTH, WIDTH, layer.linear1.in_features)
 
     def once() -> float:
         began = time.process_time()

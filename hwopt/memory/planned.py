@@ -74,7 +74,7 @@ def resolve(
         machine = with_memory_limit(machine, memory_limit)
     config, facts = model_of(job_file, cache)
     software = detect_software()
-    if machine.device_type == "cpu" and machine.source == "detected" and world_size == 1 and facts.hidden_size:
+    if machine.device_type == "cpu" and machine.source == "detected" and world_size == 1:
         machine = replace(machine, layer=layer_speed(machine, facts.hidden_size, cache))  # ranks could measure different times
 
     def settled(chosen: Profile) -> Plan:

@@ -87,6 +87,8 @@ class CudaGraphs(Plugin):
         if context.hardware.device_type != "cuda":
             return Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
         tokens, text = self.options.tokens, ""
+        if tokens == "auto" and context.task.inputs != "tokens":
+            tokens = 0  # the forecast knows the price of tokens only
         if tokens == "auto":
             price = price_of(context)
             tokens = price.host_bound_tokens
@@ -103,8 +105,7 @@ class CudaGraphs(Plugin):
         return Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        if self.options.widths:
-            recipe.batch["widths"] = self.options.widths
+        recipe.batch["widths"] = self.options.widths  # none for images
         assert self.options.tokens != "auto", "probe() replaces it"
         recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,17 @@ def test_it_is_measured_once_and_again_if_the_file_is_damaged(tmp_path: Path) ->
     file.write_text("{")
     assert cached(file, measure) == SPEED
     assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("real_machine")
+def test_a_size_that_takes_seconds_is_not_measured(tmp_path: Path) -> None:
+    from hwopt.hardware.detect import layer_speed
+
+    assert layer_speed(detect(), 4096, tmp_path) is None
+    assert layer_speed(detect(), 0, tmp_path) is None
+    state = torch.get_rng_state()
+    assert layer_speed(detect(), 64, tmp_path) == layer_speed(detect(), 64, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def planned(folder: Path, ratio: float | None, **tables: Any) -> Any:

@@ -33,6 +33,12 @@ def test_large_micro_batches_run_eagerly_by_the_forecast(tmp_path: Path) -> None
     assert re.search(r"of up to [\d,]+ tokens: .* ms of launches, .* ms of the device and .* us a token on", entry.reason)
 
 
+def test_images_have_one_shape_and_no_limit(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "image-classification")
+    entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), job, hardware=CARD))
+    assert (entry.decision, entry.options.tokens, entry.options.widths) == ("apply", 0, ())
+
+
 def test_widths_waste_at_most_a_fifth_above_64_tokens() -> None:
     assert few_widths(100) == (16, 32, 48, 64, 80, 96, 100)
     widths = few_widths(4096)
