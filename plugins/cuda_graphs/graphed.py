@@ -44,7 +44,7 @@ class GraphedForwardBackward(ForwardBackward):
     Eager passes do not use it: what they create for later, such as a table of positions, would be overwritten by the next replay.
     So a shape that ran eagerly first would need its memory twice.
     In a step of several micro-batches the gradients are added up outside of the pool, because eager passes add to them too.
-    While a profiler records, each shape is captured anew: a replay would show it no operators.
+    While a profiler records, each shape is captured again: a replay would show it no operators.
     """
 
     def __init__(self, run: RunView, most: int, tokens: int) -> None:
@@ -57,7 +57,7 @@ class GraphedForwardBackward(ForwardBackward):
         self.trained: list[Tensor] = []
         """The weights that an eager pass gave a gradient."""
         self.sums: list[Tensor] = []
-        """Their gradients in steps of several micro-batches: the same memory in each step."""
+        """Their gradients in steps of several micro-batches: the same memory in each step. Empty until a graph needs them."""
         self.stream = torch.cuda.Stream()
         self.graphs: dict[Key, Graph] = {}
         self.seen = Counter[Key]()
@@ -82,13 +82,13 @@ class GraphedForwardBackward(ForwardBackward):
             loss = super().__call__(micro_batch, first, last, mark_time)
             if not self.graphs:
                 self.trained = with_gradient(self.weights)
-                self.sums = [] if self.alone else [weight.grad for weight in self.trained if weight.grad is not None]
             return loss
         torch._foreach_copy_(graph.inputs, inputs)
         self.engine.set_factor(micro_batch.loss_weight, graph.loss.dtype)
         graph.graph.replay()
-        for weight, gradient in zip(self.trained, graph.gradients):  # noqa: B905 (graphs that add to the sums have none)
-            weight.grad = gradient
+        if self.alone:
+            for weight, gradient in zip(self.trained, graph.gradients, strict=True):
+                weight.grad = gradient
         self.calls.replayed += 1
         mark_time("forward")
         return graph.loss
@@ -98,16 +98,12 @@ class GraphedForwardBackward(ForwardBackward):
         self.alone, self.calls = alone, Calls()
         places = [weight.data_ptr() if weight.requires_grad else 0 for weight in self.weights]
         if places != self.places:  # another plugin moved weights, or trains others from now on
-            self.free()
+            self.forget()
             self.places, self.trained, self.out_of_memory = places, [], 0
-        if alone or not self.trained or self.out_of_memory > 1:
-            return
-        if self.sums:
+        if not alone and self.sums:
             torch._foreach_zero_(self.sums)
-        else:
-            self.sums = [torch.zeros_like(weight) for weight in self.trained]
-        for weight, total in zip(self.trained, self.sums, strict=True):
-            weight.grad = total
+            for weight, total in zip(self.trained, self.sums, strict=True):
+                weight.grad = total
 
     def graph_of(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
         """The graph of a shape, captured if need be; None if it is to run eagerly."""
@@ -131,6 +127,10 @@ class GraphedForwardBackward(ForwardBackward):
 
     def capture(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
         """Capture both passes of a shape; nothing is computed. None, with one warning, if its operators cannot be captured."""
+        if not self.alone and not self.sums:
+            self.sums = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.trained]
+            for weight, total in zip(self.trained, self.sums, strict=True):
+                weight.grad = total
         if not self.graphs:
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         run, own = self.run, [tensor.clone() for tensor in inputs]
@@ -148,6 +148,8 @@ class GraphedForwardBackward(ForwardBackward):
             self.failed[key] += 1
             if self.failed[key] > 1:
                 self.refuse(key, error)
+            if not self.graphs:
+                self.sums = []
             return None
         finally:
             if self.alone:
@@ -166,14 +168,19 @@ class GraphedForwardBackward(ForwardBackward):
 
     def free(self) -> bool:
         """Free all graphs. After the second time that memory ran out, no more are captured."""
-        if not self.graphs and not self.sums:
+        if not self.forget():
             return False
-        self.graphs.clear()
-        self.sums = []
         self.out_of_memory += 1
         if self.out_of_memory > 1:
             self.run.warn("The device has no memory for CUDA graphs, continuing without them")
         return True
+
+    def forget(self) -> bool:
+        """Drop all graphs and the gradients that they add up. Returns whether there was a graph."""
+        found = bool(self.graphs)
+        self.graphs.clear()
+        self.sums = []
+        return found
 
 
 def with_gradient(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -141,6 +141,37 @@ def test_out_of_memory_frees_the_graphs_and_repeats_the_step(tmp_path: Path, mon
 
 
 @pytest.mark.device("any")
+def test_memory_that_stays_short_splits_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several micro-batches, from step 4 on: the graphs are freed, then micro-batches of more than two rows."""
+    job = tiny_job(tmp_path / "data", samples=96, config=DROPOUT, max_steps=8)
+    plan = plan_for(tiny_profile(**FUSED, **GRAPHS), job)
+
+    def short(rows: int) -> None:
+        if recorder.run is not None and recorder.run.step >= 4 and recorder.run.model.training and rows > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def limited(model: Any, run: Any) -> Any:
+        model.register_forward_pre_hook(lambda _, given, named: short(len(named["input_ids"])), with_kwargs=True)
+        return model
+
+    replay = torch.cuda.CUDAGraph.replay
+
+    def largest() -> int:
+        return max(key[-1][0][0] for key in recorder.run.forward_backward.graphs)
+
+    def replayed(graph: Any) -> None:
+        short(largest())
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed)
+    recorder = Recorder()
+    plan.recipe.model_steps.append(limited)
+    train_tiny(plan, tmp_path, recorder)
+    assert recorder.run.step == 8
+    assert any("plugins.batch.train" in warning or "micro-batch" in warning for warning in recorder.warnings)
+
+
+@pytest.mark.device("any")
 def test_evaluation_out_of_memory_frees_the_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And repeats the batch as large as it was."""
     job = tiny_job(tmp_path / "data", samples=96, config=DROPOUT, max_steps=8, eval_steps=4)
