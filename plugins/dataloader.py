@@ -67,9 +67,9 @@ class Dataloader(Plugin):
         workers = auto_workers(cores) if options.num_workers == "auto" else options.num_workers
         pinned = cuda if options.pin_memory == "auto" else options.pin_memory
         start, reasons = options.multiprocessing_context, []
-        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a rank, {'pinned' if pinned else 'not pinned'}"
+        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a process, {'pinned' if pinned else 'not pinned'}"
         if workers > cores and hardware.source == "described":
-            found = f"they need {workers} cores a rank, which this machine does not have ({cores})"
+            found = f"they need {workers} cores a process, which this machine does not have ({cores})"
             text = f"{named(workers, 'worker')}, {'pinned' if pinned else 'not pinned'}; {found}"
         elif workers > cores:
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")

@@ -27,7 +27,7 @@ from hwopt.cli.options import (
 @click.option("--to", "format_", type=click.Choice(["accelerate", "deepspeed", "trainer", "trl", "script"]), required=True)
 @hardware_option("detected")
 @world_size_option
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines (nodes).")
 @click.option(
     "--deepspeed-config-file",
     metavar="FILE",

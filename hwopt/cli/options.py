@@ -119,7 +119,9 @@ def hardware_option(default: str) -> Callable[[Command], Command]:
 
 def world_size_option(command: Command) -> Command:
     kind = click.IntRange(min=1)
-    return click.option("--world-size", type=kind, default=1, show_default=True, help="Number of ranks.")(command)
+    return click.option(
+        "--world-size", type=kind, default=1, show_default=True, help="Number of processes (ranks), one a device."
+    )(command)
 
 
 def format_option(command: Command) -> Command:

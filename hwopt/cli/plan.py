@@ -18,10 +18,15 @@ from hwopt.cli.options import (
     say_json,
     world_size_option,
 )
+from hwopt.errors import DataError
 from hwopt.memory.trace.tracing_process import start_early
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hwopt.memory.forecast.sharding import Comparison
     from hwopt.planning.inputs import Inputs
+    from hwopt.planning.plan import Plan
 
 
 @click.command(
@@ -38,7 +43,9 @@ if TYPE_CHECKING:
 )
 @hardware_option("profile")
 @world_size_option
-@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes; shows memory and communication under ZeRO and FSDP.")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), help="Number of machines (nodes); shows memory and communication under ZeRO and FSDP."
+)
 @click.option("--measure", is_flag=True, help="Run a step on this device instead of predicting its memory.")
 @click.option("--sample", type=click.IntRange(min=1), help="Show this training sample as the model sees it instead.")
 @click.option("--values", is_flag=True, help="Also list every value and its source.")
@@ -60,10 +67,8 @@ def plan(
     start_early()
     from hwopt import api
     from hwopt.memory.forecast.communication import Ranks
-    from hwopt.report.memory import show_side_by_side
     from hwopt.report.planning import PlanProgress, PlanScreen
-    from hwopt.report.sharding import show_parallel
-    from hwopt.report.terminal import Terminal, show_values
+    from hwopt.report.terminal import Terminal
 
     quiet_transformers()
     ranks, console, single = Ranks(world_size, nodes or 1), Terminal(), len(profiles) == 1
@@ -78,7 +83,20 @@ def plan(
         found = [plan.to_dict() for plan in plans]
         for document, comparison in zip(found, parallel, strict=False):
             document["parallel"] = comparison.to_dict()
-        return say_json(found[0] if single else found)
+        say_json(found[0] if single else found)
+    else:
+        show_rest(console, plans, parallel, values)
+    if plans[0].refused:
+        raise DataError(f"`hwopt run` refuses the data: {plans[0].refused}")
+
+
+def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Comparison], values: bool) -> None:
+    """Print what follows the screen of one plan: several plans side by side, the ways to use several ranks, every value."""
+    from hwopt.report.memory import show_side_by_side
+    from hwopt.report.sharding import show_parallel
+    from hwopt.report.terminal import show_values
+
+    single = len(plans) == 1
     if not single:
         show_side_by_side(console, plans)
     for plan, comparison in zip(plans, parallel, strict=False):

@@ -17,7 +17,9 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 @click.option("--name", help="The run's folder under --output-dir; default: from job and profile.")
 @click.option("--output-dir", type=Path, default=Path("runs"), show_default=True, help="Where runs go.")
 @click.option(
-    "--processes", metavar="N|auto", help="Ranks on this machine, one a CUDA device (auto: all of them); default: this process."
+    "--processes",
+    metavar="N|auto",
+    help="Processes on this machine, one a CUDA device (auto: all of them); default: this process.",
 )
 @click.option("--resume", is_flag=True, help="Resume from the newest valid checkpoint of the run folder, if there is one.")
 @click.option(

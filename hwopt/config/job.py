@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
+from hwopt.config.job_paths import with_paths_from
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
@@ -221,7 +222,7 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
         raise InputError(
             f"{path}: is not a job, which is a TOML file. If it holds your data, write a job for it: hwopt init {path}"
         )
-    document = read(path)
+    document = with_paths_from(path.parent, read(path))
     if (plugins := document.data.get("plugins")) is None:
         return make_job(document, assignments)
     without = replace(document, data={key: value for key, value in document.data.items() if key != "plugins"})

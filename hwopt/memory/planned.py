@@ -163,7 +163,7 @@ def with_memory(
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
             memory = with_measurement(plan, memory, lengths.labels)
-    plan = replace(plan, memory=memory)
+    plan = replace(plan, memory=memory, refused=lengths.refused)
     listener.on_memory(plan)
     listener.on_trial("finding the largest sizes that fit")
     memory = planner.with_largest_sizes(plan, memory, cache, lengths)

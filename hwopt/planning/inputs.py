@@ -14,6 +14,7 @@ from hwopt.config.profile import Profile, load_profile, make_profile, update_opt
 from hwopt.config.profile_files import profile_files
 from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.data.sources.demo import demo_document
+from hwopt.data.sources.location import MissingFileError
 from hwopt.data.sources.reading import refuse_missing
 from hwopt.errors import HwoptError
 from hwopt.hardware.device import parse_memory_limit
@@ -102,5 +103,14 @@ def refuse_mistakes(
 
 def refuse_missing_data(job: JobFile | None) -> None:
     """Raise DataError if the job's data do not exist. A run needs them, a plan does not."""
-    if job is not None:
+    if job is None:
+        return
+    try:
         refuse_missing(job.job.data)
+    except MissingFileError as error:
+        folder = Path(job.document.name).parent
+        if folder.resolve() == Path.cwd():
+            raise
+        raise MissingFileError(
+            f"{error}. Searched: the folder of the job's file {str(folder)!r}, the working directory"
+        ) from error

@@ -17,7 +17,7 @@ class Prediction:
     epoch: tuple[float, float] | None
     total: tuple[float, float] | None
     """None if the data was not read."""
-    basis: str = "predicted, roofline"
+    basis: str = "estimated from the card's peak speeds"
     rows: int = 1
     """Rows of the step."""
 

@@ -48,6 +48,8 @@ class Plan:
     """The file that the job came from."""
     memory: MemoryPlan | None = None
     """The memory plan, or None if it was not made."""
+    refused: str = ""
+    """Why a run would refuse the data, if they are on this machine and were read."""
     oom_plugins: tuple[Plugin, ...] = ()
     """Plugins without a table in the profile that can free memory in a run that does not fit."""
 
@@ -136,6 +138,7 @@ class Plan:
             "world_size": self.world_size,
             "plugins": [entry.to_dict() for entry in self.entries],
             **({} if self.memory is None else {"memory": self.memory.to_dict()}),
+            **({"refused": self.refused} if self.refused else {}),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
         }

@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
 
 
+PARTS = {"masters": "fp32 copies of weights", "temporary": "work memory"}
+"""Names of parts of the memory that are not those of the plan."""
+BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
+"""Tier of the memory planner -> what its figures come from."""
+
+
 def show_memory(console: Console, plan: Plan) -> None:
     """Print everything that the memory plan holds, except for the changes."""
     memory = plan.memory
     assert memory is not None, "planned with memory"
     console.print()
-    rows = ((name.replace("_", " "), gib(size)) for name, size in memory.parts.items())
+    rows = ((PARTS.get(name, name.replace("_", " ")), gib(size)) for name, size in memory.parts.items())
     console.print(table(("memory", "at the peak"), rows, folded=0))
     if memory.unpacked_gib:
         names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
@@ -32,13 +38,18 @@ def show_memory(console: Console, plan: Plan) -> None:
     least = "at least " if memory.lower_bound else ""
     reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
     say(console, "peak", f"{least}{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}{reserved}")
-    say(console, "tier", f"{memory.tier}: {memory.error}" + (f"; {memory.note}" if memory.note else ""))
+    say(console, "forecast", basis(memory) + (f"; {memory.note}" if memory.note else ""))
     word, style = VERDICTS[memory.fits]
     say(console, word, describe_verdict(memory), style)
     if memory.host_gib:
         say(console, "host memory", describe_host(memory))
     if memory.time is not None:
         say(console, "time", describe_time(memory.time))
+
+
+def basis(memory: MemoryPlan) -> str:
+    """What the figures come from, and how far off such figures were."""
+    return f"{BASES[memory.tier]}: {memory.error}"
 
 
 def show_largest(console: Console, memory: MemoryPlan) -> None:
@@ -80,7 +91,7 @@ def show_forecast(console: Console, plan: Plan) -> None:
     memory = plan.memory
     if memory is not None and memory.fits:
         usable = gib(memory.free_gib - memory.reserve_gib)
-        say(console, "memory", f"{gib(memory.peak_gib)} of {usable} at the peak of a step ({memory.tier}: {memory.error})")
+        say(console, "memory", f"{gib(memory.peak_gib)} of {usable} at the peak of a step (forecast {basis(memory)})")
     elif memory is not None:
         show_memory(console, plan)
         show_largest(console, memory)
@@ -105,7 +116,7 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
     columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
     show_sheet(console, Sheet(columns, rows, folded=7))
-    say(console, "time", "of the whole training if the data was read, else of one step; predicted by roofline")
+    say(console, "time", "of the whole training if the data was read, else of one step; estimated from the card's peak speeds")
 
 
 def micro_batch(plan: Plan, memory: MemoryPlan) -> str:

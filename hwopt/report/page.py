@@ -20,6 +20,7 @@ from hwopt.report.comparison import (
 )
 from hwopt.report.html import MAX_VALUE, render
 from hwopt.report.measurements import TimePart, device_rows, step_parts, step_rows
+from hwopt.report.memory import BASES
 from hwopt.report.sheet import Sheet, gib, known, value_text
 from hwopt.report.verdicts import Line, verdict
 from hwopt.text import printable
@@ -171,7 +172,11 @@ def memory_tables(record: RunRecord) -> list[Sheet]:
         found.append(("gradients, activations and temporary", others, rest))
     predicted = max(plan["peak_gib"], plan.get("eval_peak_gib") or 0.0) if plan else None
     found.append(("peak" if cuda else "peak of the process (resident)", predicted, peak))
-    note = f"Predicted: {plan['tier']}, {plan['error']}." if plan else "Memory was not predicted for this run."
+    note = (
+        f"Predicted: {BASES.get(plan['tier'], plan['tier'])}, {plan['error']}."
+        if plan
+        else "Memory was not predicted for this run."
+    )
     note += " Measured: weights and states after step 1, the peak over the run." if cuda else " Measured after step 1."
     rows = [(kind, known(before, gib), known(after, gib)) for kind, before, after in found]
     return [Sheet(("kind", "predicted", "measured"), rows, "Memory by kind", note)]

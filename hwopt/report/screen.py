@@ -6,6 +6,7 @@ On a terminal a line with a progress bar is updated in place. In a log file or a
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,11 @@ class Screen(Listener):
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         shown = found if self.verbose else [(entry, seen) for entry, seen in found if seen.status != "active"]
-        active = sum(seen.status == "active" for _, seen in found)
-        counts = f"{active} of {len(found)} plugins are active"
-        say(self.console, "evidence", f"after step {run.step:,}, {counts} in the running process")
+        counts = Counter(seen.status for _, seen in found)
+        text = f"after step {run.step:,}, {counts['active']} of {len(found)} plugins are active in the running process"
+        if counts["unknown"] and not counts["inactive"]:
+            text += f", none is inactive, and {counts['unknown']} cannot be observed here"
+        say(self.console, "evidence", text)
         if shown:
             rows = ((entry.name, seen.status, seen.seen) for entry, seen in shown)
             self.console.print(table(("plugin", "evidence", "seen"), rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,35 @@ def test_bad_job_file_exits_with_2_and_no_traceback(content: str, code: int, exp
     assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_plan_says_that_a_run_would_refuse_the_data(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    with open(tmp_path / "train.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"text": "red " * 5000, "label": "colour"}) + "\n")
+    job = (tmp_path / "job.toml").read_text(encoding="utf-8")
+    (tmp_path / "job.toml").write_text(job.replace("max_length = 32", ""), encoding="utf-8")
+    done = hwopt("plan", "--profile", "cpu", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 4
+    assert json.loads(done.stdout)["refused"] in done.stderr
+    assert re.search(r"train.jsonl:41: has 5,00\d tokens, more than the model's limit", done.stderr)
+    done = hwopt("plan", "--profile", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (4, "WILL NOT RUN")
+
+
+def test_paths_of_a_job_start_at_its_folder_then_at_the_working_directory(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    write_job(jobs)
+    (jobs / "dev.jsonl").rename(tmp_path / "dev.jsonl")
+    done = hwopt("plan", "jobs/job.toml", "--profile", "cpu", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)["job"]["data"]
+    assert (data["train"], data["eval"]) == (str(Path("jobs", "train.jsonl")), "dev.jsonl")
+    (jobs / "train.jsonl").unlink()
+    done = hwopt("run", "jobs/job.toml", "--profile", "cpu", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "Searched: the folder of the job's file 'jobs', the working directory" in done.stderr
 
 
 def test_unknown_label_in_eval_is_an_error_or_skipped(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_cores_of_this_machine_do_not_limit_a_plan_for_another():
     """A fallback would fail `--strict` on a laptop, for a card that is in a machine with more cores."""
     decision = decided(replace(T4, cpu_cores=2), num_workers=8)
     assert (decision.kind, decision.options[0].num_workers) == ("apply", 8)
-    assert "they need 8 cores a rank, which this machine does not have (2)" in decision.reason
+    assert "they need 8 cores a process, which this machine does not have (2)" in decision.reason
 
 
 def test_pinning_without_cuda_falls_back():

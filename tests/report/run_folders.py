@@ -46,7 +46,7 @@ MEMORY = {
     "eval_peak_gib": 2.0,
     "free_gib": 7.5,
     "fits": True,
-    "time": {"step": [0.1, 0.2], "epoch": [10.0, 20.0], "total": [30.0, 60.0], "basis": "predicted, roofline"},
+    "time": {"step": [0.1, 0.2], "epoch": [10.0, 20.0], "total": [30.0, 60.0], "basis": "estimated from the card's peak speeds"},
 }
 PROCESS = {
     "started": "2026-11-22T12:00:00+00:00",

@@ -129,7 +129,7 @@ def test_plans_are_compared_by_their_predictions() -> None:
     assert plans_to_dict([slow, fast])["ratios"] == [{"profile": "fast", "samples_per_second_ratio": pytest.approx((4 / 3, 2.0))}]
     output = StringIO()
     show_plans(Terminal(file=output), [slow, fast])
-    assert "fast against slow: 1.33 to 2.00 times the samples/s (predicted, roofline)" in output.getvalue()
+    assert "fast against slow: 1.33 to 2.00 times the samples/s (estimated from the card's peak speeds)" in output.getvalue()
     assert "10 to 20 s" in output.getvalue()
     without = changed(slow, memory__time=None)
     assert predicted_ratio(without, slow) is None

@@ -42,7 +42,7 @@ MEMORY = MemoryPlan(
     largest_train=81_801,
     largest_eval=1_048_576,
     largest_max_length=288,
-    time=Prediction((4.58, 10.5), (9.16, 21.1), (27.5, 63.3), "predicted, roofline"),
+    time=Prediction((4.58, 10.5), (9.16, 21.1), (27.5, 63.3), "estimated from the card's peak speeds"),
     changes=(
         Change(("plugins.batch.train = 31", "plugins.batch.eval = 125"), 37.86, True, 1.09, "finer micro-batches", False, ()),
     ),

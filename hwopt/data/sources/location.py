@@ -47,6 +47,10 @@ def expand(source: str) -> list[str]:
     return found
 
 
+class MissingFileError(DataError):
+    """There is no such file."""
+
+
 Kind = Literal["file", "saved", "images", "dataset"]
 """A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""
 
@@ -144,7 +148,7 @@ def refuse_other_files(path: Path, format: str | None = None) -> None:
     if not path.exists():
         folder = path.parent
         what = "no such file" if folder.is_dir() else f"no such file: the folder {str(folder)!r} does not exist"
-        raise DataError(
+        raise MissingFileError(
             f"{path}: {what}.{nearest(path.name, names_in(folder))} Give a file ({listing(EXTENSIONS)}) or a hub name"
         )
     if path_kind(path, "data", DataError) != "file":

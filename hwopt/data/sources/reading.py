@@ -76,6 +76,15 @@ def refuse_missing(data: Data) -> None:
             )
 
 
+def on_disk(data: Data) -> bool:
+    """Whether all files and folders of `data` exist on this machine."""
+    try:
+        found = [leaf for sources in (data.train, data.eval, data.test) if sources for leaf in leaves(sources)]
+    except DataError:  # a glob without files
+        return False
+    return all(os.path.exists(real_path(leaf)) for leaf in found)
+
+
 def located(leaf: Leaf, format: str | None, several: bool) -> str:
     """The kind of `leaf`. Raises DataError as `locate` does. An empty document is not an error if there are `several`."""
     return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
-from hwopt.errors import HwoptError
+from hwopt.data.sources.reading import on_disk
+from hwopt.errors import DataError, HwoptError
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
@@ -31,6 +32,8 @@ class Lengths:
     labels: int
     source: str
     """Where `longest` comes from, for the reader of a report."""
+    refused: str = ""
+    """Why a run would refuse the data that are on this machine; empty if it would not, or if they are not here."""
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
@@ -40,10 +43,12 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
         config = load_config(model.name, model.config, model.revision)
         prepared = make_task(job).prepare(job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
     except HwoptError as error:
+        refused = str(error) if isinstance(error, DataError) and on_disk(job.data) else ""
+        why = f"the data could not be read: {error}"
         if plan.context.task.inputs == "images":
-            return Lengths(None, 1, DEFAULT_LABELS, f"the data could not be read: {error}")
+            return Lengths(None, 1, DEFAULT_LABELS, why, refused)
         allowed = job.data.max_length or min(plan.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
-        return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; the data could not be read: {error}")
+        return Lengths(None, allowed, DEFAULT_LABELS, f"the longest allowed length; {why}", refused)
     stores = prepared.stores
     longest = max(int(store.lengths.max()) for store in stores)
     cut = sum(store.meta.get("cut", 0) for store in stores)

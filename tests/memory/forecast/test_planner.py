@@ -286,7 +286,7 @@ def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path) -> None:
     assert sum(parts.values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
     shown = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb"], catch_exceptions=False).output
     assert "fits: 7.78 GiB free" in shown
-    assert "predicted, roofline" in shown
+    assert "estimated from the card's peak speeds" in shown
 
 
 @pytest.mark.filterwarnings("ignore")
