@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -279,13 +280,15 @@ def checks(cache: Path) -> dict[str, Callable[[], Finding]]:
 
 
 def examine(checks: Mapping[str, Callable[[], Finding]]) -> list[Diagnosis]:
-    """The findings of all `checks`. A check that raises is reported as a warning."""
-    found = []
-    for name, check in checks.items():
-        try:
-            finding = check()
-        except Exception as error:  # one odd machine must not hide the other answers
-            text = f"the check failed: {type(error).__name__}: {first_line(error)}"
-            finding = Finding("warning", text, "report it with the output of hwopt doctor --report")
-        found.append(Diagnosis(name, *finding))
-    return found
+    """The findings of all `checks`, which run at the same time: some of them import a library, which takes seconds."""
+    with ThreadPoolExecutor() as pool:
+        return [Diagnosis(name, *finding) for name, finding in zip(checks, pool.map(found_by, checks.values()), strict=True)]
+
+
+def found_by(check: Callable[[], Finding]) -> Finding:
+    """What `check` finds. A check that raises is a warning: one odd machine must not hide the other answers."""
+    try:
+        return check()
+    except Exception as error:
+        text = f"the check failed: {type(error).__name__}: {first_line(error)}"
+        return Finding("warning", text, "report it with the output of hwopt doctor --report")

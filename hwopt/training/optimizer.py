@@ -114,14 +114,22 @@ def warmup_steps(training: Training, total_steps: int) -> int:
 
 def make_scheduler(run: Run) -> Any:
     """A LambdaLR that the loop steps once per step batch, whether or not the update was skipped."""
+    training, total = run.training, run.total_steps
     if run.recipe.schedule is not None:
-        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(_factor, run.recipe.schedule, run.total_steps))
-    from transformers import get_scheduler
-
-    training = run.training
+        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(_factor, run.recipe.schedule, total))
     # torch warns when an update was skipped; here the schedule advances with every step batch on purpose
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
-    return get_scheduler(training.lr_scheduler_type, run.optimizer, warmup_steps(training, run.total_steps), run.total_steps)
+    warmup = warmup_steps(training, total)
+    if training.lr_scheduler_type == "linear":  # the default; importing transformers' schedules takes two seconds
+        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(linear_factor, warmup, total))
+    from transformers import get_scheduler
+
+    return get_scheduler(training.lr_scheduler_type, run.optimizer, warmup, total)
+
+
+def linear_factor(warmup: int, total: int, step: int) -> float:
+    """The factor of transformers' schedule "linear": up from 0 over `warmup` steps, then down to 0 at `total`."""
+    return step / max(1, warmup) if step < warmup else max(0.0, (total - step) / max(1, total - warmup))
 
 
 def _factor(schedule: Callable[[int, int], float], total: int, step: int) -> float:

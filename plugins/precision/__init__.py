@@ -53,7 +53,11 @@ def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str
     bf16, fp16 = hardware.can("bf16"), hardware.can("fp16")
     if bf16:
         return "bf16", bf16.reason
-    return ("fp16", f"{fp16.reason}; bf16 {bf16.reason}") if fp16 else ("fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})")
+    return (
+        ("fp16", f"{fp16.reason}; bf16 {bf16.reason}")
+        if fp16
+        else ("fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})")
+    )
 
 
 def restore(model: Any, run: RunView | None = None) -> Any:

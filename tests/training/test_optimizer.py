@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import get_linear_schedule_with_warmup
 
 from hwopt import api
 from hwopt.errors import PluginError
@@ -15,7 +18,7 @@ from hwopt.plugin import Context, Decision, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.reader import load_checkpoint
 from hwopt.testing import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt.training.optimizer import decay_groups
+from hwopt.training.optimizer import decay_groups, linear_factor
 
 
 def regrouped(optimizer: Any, run: RunView) -> Any:
@@ -121,3 +124,10 @@ def test_weight_decay_skips_biases_and_norms(tmp_path: Path) -> None:
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in plain["params"]} == {1}
     assert decay_groups([("x", torch.zeros(2))], recorder.run.training)[0]["params"] == []
+
+
+@given(st.integers(0, 50), st.integers(1, 100), st.integers(0, 120))
+def test_linear_schedule_is_that_of_transformers(warmup: int, total: int, step: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    (theirs,) = get_linear_schedule_with_warmup(optimizer, warmup, total).lr_lambdas
+    assert linear_factor(warmup, total, step) == theirs(step)
