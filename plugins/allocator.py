@@ -25,6 +25,8 @@ def has_virtual_memory(hardware: Hardware, release: str | None = None) -> Suppor
     """Whether the CUDA allocator can grow a segment in place. `release`: the kernel release; default this machine's."""
     if hardware.device_type != "cuda":
         return Support(False, "needs the CUDA allocator, found a CPU")
+    if hardware.unified_memory:
+        return Support(False, f"expandable segments fail on {hardware.name}, which uses the host's memory")
     if hardware.system != "Linux":
         return Support(False, f"torch supports expandable segments on Linux only, found {hardware.system}")
     if "microsoft" in (platform.release() if release is None else release).lower():

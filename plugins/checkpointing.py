@@ -174,9 +174,10 @@ class Checkpointing(Plugin):
         if isinstance(layers, int) and layers > model.layers:
             to = self.options.model_copy(update={"layers": model.layers})
             return Decision.fallback(to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}")
-        if self.options.offload and context.hardware.device_type != "cuda":
+        able = context.hardware.can("offload")
+        if self.options.offload and not able:
             to = self.options.model_copy(update={"offload": False})
-            return Decision.fallback(to, "offload needs a CUDA device, found a CPU; the inputs of the layers are in host memory")
+            return Decision.fallback(to, f"{able.reason}; the inputs of the layers stay there")
         return Decision.apply(described(layers, model.layers, self.options.offload)[2])
 
     def apply(self, recipe: Recipe, context: Context) -> None:
@@ -208,7 +209,7 @@ class Checkpointing(Plugin):
         choices.append(replace(OFF, note="stores all activations, computes no layer twice"))
         present = len(layers) if options is None else layers.index(options.layers)
         scales = [Scale(choices=tuple(choices), present=present, tune=options is not None or context.card is not None)]
-        if context.hardware.device_type == "cuda":
+        if context.hardware.can("offload"):
             on_host = "recomputes every layer, and moves the layer inputs to host memory"
             moved = Choice(changes={"layers": "all", "offload": True}, note=on_host, time=1.4)
             time = moved.time if keep else choices[present].time

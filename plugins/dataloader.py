@@ -65,7 +65,7 @@ class Dataloader(Plugin):
         options, hardware = self.options, context.hardware
         cores, cuda = cores_of_a_rank(hardware, context.world_size), hardware.device_type == "cuda"
         workers = auto_workers(cores) if options.num_workers == "auto" else options.num_workers
-        pinned = cuda if options.pin_memory == "auto" else options.pin_memory
+        pinned = cuda and not hardware.unified_memory if options.pin_memory == "auto" else options.pin_memory
         start, reasons = options.multiprocessing_context, []
         text = f"{named(workers, 'worker')} for {named(cores, 'core')} a process, {'pinned' if pinned else 'not pinned'}"
         if workers > cores and hardware.source == "described":
@@ -74,9 +74,9 @@ class Dataloader(Plugin):
         elif workers > cores:
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
             workers = cores
-        if pinned and not cuda:
+        if pinned and not hardware.can("offload"):
             pinned = False
-            reasons.append("pinning needs a CUDA device, found a CPU")
+            reasons.append(f"pinning: {hardware.can('offload').reason}")
         if hardware.system == "Windows" and start in ("fork", "forkserver"):
             reasons.append(f"Windows cannot start processes by {start!r}, only by 'spawn'")
             start = "spawn"

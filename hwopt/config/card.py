@@ -1,9 +1,12 @@
-"""Card: the vendor's figures for a card, and for the variants that the same profile serves."""
+"""Card: the vendor's figures for a card, and for the variants that the same profile serves; cards.toml has further cards."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
 from typing import Annotated
 
 from pydantic import Field
@@ -38,6 +41,13 @@ class CardVariant(Table):
     dense_tflops: DenseTflops = DenseTflops()
 
 
+class KnownCard(CardVariant):
+    """A card of cards.toml, which has no profile."""
+
+    memory_gib: Positive | None = None
+    """As CUDA reports it; only for cards that exist with several sizes."""
+
+
 class Card(Table):
     """The vendor's figures for the card. Memory and capability that the machine reports win over them."""
 
@@ -46,6 +56,8 @@ class Card(Table):
     memory_gib: Positive | None = None
     """Total memory as CUDA reports it, which is less than the vendor states."""
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
+    amd: str | None = Field(default=None, pattern=r"^gfx[0-9a-f]+$")
+    """The instruction set of an AMD GPU, which has no compute capability."""
     multiprocessors: Count | None = None
     """Streaming multiprocessors, on which the memory of some kernels depends."""
     memory_bandwidth_gbps: Positive | None = None
@@ -55,13 +67,18 @@ class Card(Table):
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        if self.compute_capability is None:
+        if self.compute_capability is None or self.amd:
             return None
         major, minor = self.compute_capability.split(".")
         return int(major), int(minor)
 
     def variant_named(self, device: str) -> Card | None:
-        """The figures of the variant called `device`; None if no variant matches better than the card itself."""
+        """The figures of the variant called `device`; None if no variant matches better than the card itself.
+
+        A laptop's version of the card has no peaks: clocks and power differ from machine to machine.
+        """
+        if is_laptop(device):
+            return self.model_copy(update=NO_PEAKS) if self.longest_name(device) else None
         best = max(self.variants, key=lambda variant: longest_match(variant.match, device), default=None)
         if best is None or longest_match(best.match, device) <= longest_match(self.match, device):
             return None
@@ -74,7 +91,11 @@ class Card(Table):
 
     def describes(self, hardware: Hardware) -> bool:
         """Whether `hardware` is this card, or a variant of it with the same memory."""
-        same = self.capability == hardware.compute_capability and self.memory_gib is not None and self.same_memory(hardware)
+        same = (
+            (self.capability, self.amd or "") == (hardware.compute_capability, hardware.amd)
+            and self.memory_gib is not None
+            and self.same_memory(hardware)
+        )
         return same and self.longest_name(hardware.name) > 0
 
     def same_memory(self, hardware: Hardware) -> bool:
@@ -82,6 +103,31 @@ class Card(Table):
         if self.memory_gib is None or hardware.memory_limit_gib is not None:
             return True
         return abs(self.memory_gib - hardware.memory_gib) <= SAME_CARD_WITHIN * self.memory_gib
+
+
+NO_PEAKS = {"variants": (), "multiprocessors": None, "memory_bandwidth_gbps": None, "dense_tflops": DenseTflops()}
+
+
+def is_laptop(device: str) -> bool:
+    """Whether CUDA's name of a device is that of a laptop's card, or of one with less power."""
+    return "Laptop" in device or "Max-Q" in device
+
+
+@cache
+def known_cards() -> tuple[KnownCard, ...]:
+    """The cards of cards.toml."""
+    text = files("hwopt.config").joinpath("cards.toml").read_text(encoding="utf-8")
+    return tuple(KnownCard.model_validate(table) for table in tomllib.loads(text)["cards"])
+
+
+def known_card(hardware: Hardware) -> KnownCard | None:
+    """The card of cards.toml that `hardware` is; None if it is not there."""
+
+    def fits(card: KnownCard) -> bool:
+        return card.memory_gib is None or abs(card.memory_gib - hardware.memory_gib) < SAME_CARD_WITHIN / 2 * card.memory_gib
+
+    matching = [card for card in known_cards() if longest_match(card.match, hardware.name) and fits(card)]
+    return None if is_laptop(hardware.name) else max(matching, key=lambda card: len(card.match[0]), default=None)
 
 
 def longest_match(parts: Iterable[str], device: str) -> int:

@@ -38,6 +38,8 @@ def detect(index: int = 0, local_ranks: int = 1) -> Hardware:
     release_unused_memory()
     free, total = torch.cuda.mem_get_info(index)
     own = card(index, free, total, host)
+    if own.unified_memory:  # the driver does not count memory that the system would free for it
+        own = replace(own, free_memory_gib=min(host.free_memory_gib, own.memory_gib))
     # mem_get_info creates a context on the device, so the free memory of other ranks' cards is not asked
     others = [other for other in range(min(local_ranks, count)) if other != index]
     totals = [torch.cuda.get_device_properties(other).total_memory for other in others]
@@ -45,18 +47,21 @@ def detect(index: int = 0, local_ranks: int = 1) -> Hardware:
 
 
 def card(index: int, free: int, total: int, host: Hardware) -> Hardware:
-    """The CUDA device `index` in the machine `host`, with at most `free` of its `total` bytes free."""
+    """The CUDA or ROCm device `index` in the machine `host`, with at most `free` of its `total` bytes free."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
+    amd = properties.gcnArchName.partition(":")[0] if torch.version.hip else ""
     return replace(
         host,
         device_type="cuda",
-        name=properties.name,
+        name=properties.name or f"AMD {amd}",
         memory_gib=round(total / GIB, 2),
         free_memory_gib=round(min(free, total) / GIB, 2),
         count=torch.cuda.device_count(),
-        compute_capability=(properties.major, properties.minor),
+        compute_capability=None if amd else (properties.major, properties.minor),
+        amd=amd,
+        unified_memory=bool(properties.is_integrated),
         multiprocessors=properties.multi_processor_count,
     )
 
@@ -124,6 +129,13 @@ def layer_speed(hardware: Hardware, hidden_size: int, cache: Path) -> LayerSpeed
     told = hardware.name, hardware.cpu_features, torch.get_num_threads(), torch.__version__, hidden_size
     name = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
     return cached(cache / "layers" / f"{name}.json", lambda: measured(hidden_size, bool(hardware.can("bf16"))))
+
+
+def has_apple_gpu() -> bool:
+    """Whether torch can use the GPU of an Apple computer. Imports torch."""
+    import torch
+
+    return torch.backends.mps.is_available()
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -16,7 +16,25 @@ from hwopt.hardware.layer_speed import LayerSpeed
 
 GIB = 1024**3
 
-Feature = Literal["fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer"]
+Feature = Literal[
+    "fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer", "offload"
+]
+
+AMD_ARCHITECTURES = {  # name of the instruction set -> architecture
+    "gfx906": "Vega",
+    "gfx908": "CDNA",
+    "gfx90a": "CDNA 2",
+    "gfx942": "CDNA 3",
+    "gfx950": "CDNA 4",
+    "gfx1030": "RDNA 2",
+    "gfx1100": "RDNA 3",
+    "gfx1101": "RDNA 3",
+    "gfx1200": "RDNA 4",
+    "gfx1201": "RDNA 4",
+}
+AMD_FLASH = ("gfx90a", "gfx942", "gfx950")
+"""Those for which torch's flash and memory-efficient kernels (AOTriton) are not marked as experimental."""
+AMD_WITHOUT_BF16 = ("gfx906", "gfx1030")
 
 ARCHITECTURES = (  # (lowest compute capability, name), newest first
     ((10, 0), "Blackwell"),
@@ -81,23 +99,33 @@ class Hardware:
     """The allocator's limit, if the user gave --memory-limit; `memory_gib` is then this limit too."""
     layer: LayerSpeed | None = None
     """How fast this CPU trains a layer of the model's size; None if it was not measured, and for a GPU."""
+    amd: str = ""
+    """The instruction set of an AMD GPU, such as "gfx942"; it has no compute capability."""
+    unified_memory: bool = False
+    """Whether the GPU uses the host's memory (NVIDIA GB10, Jetson): `free_memory_gib` is then the host's."""
     different_cards: tuple[str, ...] = ()
     """The cards of the ranks if they differ: "Tesla T4 (14.56 GiB, compute capability 7.5)"."""
 
     @property
     def architecture(self) -> str:
         """The name of the GPU's architecture, such as "Ampere", or "CPU"."""
+        if self.amd:
+            return AMD_ARCHITECTURES.get(self.amd, "AMD")
         if self.compute_capability is None:
             return "CPU"
         return next(name for lowest, name in ARCHITECTURES if self.compute_capability >= lowest)
 
     @property
     def capability_text(self) -> str:
-        """The compute capability as "8.6", or "none"."""
-        return ".".join(map(str, self.compute_capability)) if self.compute_capability else "none"
+        """The compute capability as "8.6", the instruction set of an AMD GPU, or "none"."""
+        return ".".join(map(str, self.compute_capability)) if self.compute_capability else self.amd or "none"
 
     def can(self, feature: Feature) -> Support:
         """Whether the device supports `feature` in hardware; emulation does not count."""
+        if feature == "offload":
+            return self._can_offload()
+        if self.amd:
+            return self._amd_can(feature)
         if self.compute_capability is None:
             return self._cpu_can(feature)
         needed, reason = NEEDED_CAPABILITY[feature]
@@ -105,6 +133,27 @@ class Hardware:
         if self.compute_capability >= needed:
             return Support(True, found)
         return Support(False, f"needs compute capability {needed[0]}.{needed[1]} ({reason}), found {found}")
+
+    def _can_offload(self) -> Support:
+        """Whether tensors in host memory leave the device's memory."""
+        if self.device_type == "cpu":
+            return Support(False, "needs a CUDA device, found a CPU")
+        if self.unified_memory:
+            return Support(False, f"{self.name} and its host share one memory")
+        return Support(True, "the host has memory of its own")
+
+    def _amd_can(self, feature: Feature) -> Support:
+        found = f"{self.amd} ({self.name})"
+        match feature:
+            case "tf32" | "cudnn_attention":
+                return Support(False, f"a feature of NVIDIA GPUs, found {found}")
+            case "bf16":
+                return Support(self.amd not in AMD_WITHOUT_BF16, found)
+            case "flash_attention" | "efficient_attention":
+                able = self.amd in AMD_FLASH
+                return Support(able, found if able else f"torch's kernel for {found} is experimental")
+            case _:
+                return Support(True, found)
 
     def _cpu_can(self, feature: Feature) -> Support:
         match feature:
@@ -153,14 +202,19 @@ def described(
     memory_gib: float,
     host: Hardware | None = None,
     multiprocessors: int | None = None,
+    amd: str = "",
 ) -> Hardware:
-    """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free."""
+    """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free.
+
+    `amd`: the instruction set of an AMD GPU, which has no compute capability.
+    """
     return Hardware(
-        device_type="cuda" if compute_capability else "cpu",
+        device_type="cuda" if compute_capability or amd else "cpu",
         name=name,
         memory_gib=memory_gib,
         free_memory_gib=memory_gib,
         compute_capability=compute_capability,
+        amd=amd,
         multiprocessors=multiprocessors or 0,
         cpu_cores=host.cpu_cores if host else 8,
         cpu_memory_gib=host.cpu_memory_gib if host else 32.0,

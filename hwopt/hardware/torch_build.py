@@ -88,6 +88,8 @@ def torch_problem(index: int = 0, environment: Mapping[str, str] = os.environ) -
     import torch
 
     if torch.cuda.is_available():
+        if torch.version.hip is not None:  # an AMD GPU
+            return ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a card without kernels, and names no command
             properties = torch.cuda.get_device_properties(index if index < torch.cuda.device_count() else 0)

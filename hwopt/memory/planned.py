@@ -13,7 +13,7 @@ from hwopt.config.profile import Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software, layer_speed
+from hwopt.hardware.detect import detect, detect_software, has_apple_gpu, layer_speed
 from hwopt.hardware.device import Hardware, with_memory_limit
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
@@ -125,6 +125,10 @@ def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Ha
     if machine.different_cards:
         cards = ", ".join(machine.different_cards)
         yield f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it"
+    if machine.amd:
+        yield f"{machine.name}: hwopt was not run on AMD GPUs. Its forecasts are those of NVIDIA's kernels; check the first run"
+    if machine.device_type == "cpu" and machine.source == "detected" and has_apple_gpu():
+        yield "this Mac's GPU (MPS) is not used: hwopt trains on its CPU"
     for name in trusted_models():
         yield f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do"
     given = job_file.job.model.config

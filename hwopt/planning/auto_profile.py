@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hwopt.config.card import Card, CardVariant, is_laptop, known_card
 from hwopt.config.profile import Profile, make_profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
@@ -39,8 +40,13 @@ def choose(hardware: Hardware, inputs: Inputs) -> AutoProfile:
     profiles = [inputs.profile(name) for name in inputs.files]
     if own := [profile for profile in profiles if profile.card.describes(hardware)]:
         best = max(own, key=lambda profile: (profile.card.longest_name(hardware.name), profile.content.extends is None))
-        return AutoProfile(best, f"{hardware.name} with {hardware.memory_gib:g} GiB is the card of {best.name}", best)
+        what = "is a laptop's version of" if is_laptop(hardware.name) else "is"
+        return AutoProfile(best, f"{hardware.name} with {hardware.memory_gib:g} GiB {what} the card of {best.name}", best)
     return derive(hardware, [profile for profile in profiles if keeps_method(profile, inputs.registry)], inputs)
+
+
+AMD_AS = (9, 0)
+"""The compute capability of the profiles that an AMD GPU's is derived from: those with bf16 and the largest memory."""
 
 
 def keeps_method(profile: Profile, registry: Registry) -> bool:
@@ -49,8 +55,7 @@ def keeps_method(profile: Profile, registry: Registry) -> bool:
 
 
 def derive(hardware: Hardware, profiles: list[Profile], inputs: Inputs) -> AutoProfile:
-    capability = hardware.compute_capability
-    assert capability is not None, "a CPU has a profile of its own"
+    capability = hardware.compute_capability or AMD_AS
 
     def distance(profile: Profile) -> tuple[int, float, bool]:
         major, minor = profile.card.capability or (0, 0)
@@ -80,10 +85,14 @@ def derive(hardware: Hardware, profiles: list[Profile], inputs: Inputs) -> AutoP
 
 
 def card_table(hardware: Hardware, profiles: list[Profile]) -> dict[str, Any]:
-    """The table [card] for `hardware`, with the peaks of a variant of that name if a profile has one."""
-    found = {"match": [hardware.name], "memory_gib": hardware.memory_gib, "compute_capability": hardware.capability_text}
+    """The table [card] for `hardware`, with the peaks of cards.toml, or of a variant of that name, if there are any."""
+    found: dict[str, Any] = {"match": [hardware.name], "memory_gib": hardware.memory_gib}
+    if hardware.compute_capability:
+        found["compute_capability"] = hardware.capability_text
     variants = (profile.card.variant_named(hardware.name) for profile in profiles)
-    known = max(filter(None, variants), key=lambda card: card.longest_name(hardware.name), default=None)
+    known: Card | CardVariant | None = known_card(hardware)
+    known = known or max(filter(None, variants), key=lambda card: card.longest_name(hardware.name), default=None)
     if known is None:
         return found
-    return found | known.model_dump(include={"memory_bandwidth_gbps", "dense_tflops"}, exclude_none=True)
+    facts = {"multiprocessors", "memory_bandwidth_gbps", "dense_tflops"}
+    return found | known.model_dump(include=facts, exclude_none=True)

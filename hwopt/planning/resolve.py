@@ -139,9 +139,9 @@ def hardware_of_card(profile: Profile) -> Hardware:
     """The hardware of the profile's card with this machine's host, to plan for a card that is not installed."""
     host = detect_host()
     card = profile.card
-    if card.capability is None:
+    if card.capability is None and not card.amd:
         return host
     if card.memory_gib is None:
         raise InputError(f"{profile.document.name}: card.memory_gib is missing; add it to plan for this card")
     name = card.match[0] if card.match else profile.name
-    return described(name, card.capability, card.memory_gib, host, card.multiprocessors)
+    return described(name, card.capability, card.memory_gib, host, card.multiprocessors, card.amd or "")

@@ -42,6 +42,7 @@ FASTEST = {
     (10, 0): (2250.0, 8000),  # B200
     (12, 0): (504.0, 1792),  # RTX PRO 6000 Blackwell
 }
+FASTEST_AMD = (1307.0, 5300.0)  # AMD's data sheet of the Instinct MI300X
 """Compute capability -> dense TFLOP/s in half precision and GB/s of its fastest card, for a card that the profile does not have.
 
 Source: NVIDIA's data sheets."""
@@ -105,5 +106,7 @@ def peaks(context: Context) -> tuple[float, float, str]:
     known = [] if card is None else [peak for peak in card.dense_tflops.model_dump().values() if peak]
     if card is not None and card.memory_bandwidth_gbps and known:
         return max(known), card.memory_bandwidth_gbps, hardware.name
+    if hardware.amd:
+        return *FASTEST_AMD, "an AMD Instinct MI300X"
     found = max((key for key in FASTEST if key <= (hardware.compute_capability or (0, 0))), default=min(FASTEST))
     return *FASTEST[found], f"the fastest card of compute capability {found[0]}.{found[1]}"

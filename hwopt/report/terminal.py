@@ -67,7 +67,9 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     """
     hardware = plan.hardware
     device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
-    if hardware.compute_capability:
+    if hardware.amd:
+        device += f", {hardware.amd} ({hardware.architecture})"
+    elif hardware.compute_capability:
         device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
     if hardware.memory_limit_gib is not None:
         device += ", limited by --memory-limit"

@@ -120,9 +120,9 @@ class FusedHead:
 def liger_capability(context: Context) -> Support:
     """Whether Liger's kernels run on this machine, with the reason."""
     hardware = context.hardware
-    if hardware.compute_capability is None:
+    if hardware.device_type == "cpu":
         return Support(False, "needs a CUDA device, found a CPU")
-    if hardware.compute_capability < TRITON_NEEDS:
+    if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
         return Support(False, f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
     if not context.has("liger-kernel"):
         return Support(False, "liger-kernel is not installed (pip install 'hwopt[kernels]')")

@@ -258,6 +258,8 @@ class Optimizer(Plugin):
             "adamw_bnb_8bit": (1.02, "quantizes the optimizer states to 8 bit"),
             "adamw_torch_fused": (1.0, "32-bit states, all parameters in one kernel"),
         }
+        if not context.hardware.can("offload"):
+            offers.pop("paged_adamw_8bit")
         others = (name for name in offers if OPTIMIZERS[name][2] != OPTIMIZERS[now][2])
         names = sorted((now, *others), key=lambda name: OPTIMIZERS[name][2])
         time_and_note = [offers.get(name, (1.0, "")) for name in names]

@@ -231,6 +231,8 @@ class Zero(Plugin):
             (3, "parameters"): (4.0, "keeps weights in host memory and transfers each one for use"),
             (2, "optimizer"): (2.0, "keeps the optimizer in host memory and updates on the CPU"),
         }
+        if context.hardware.unified_memory:
+            offers = {}
         if context.world_size > 1:
             offers[2, "none"] = (1.05, "shards state and gradients over the ranks")
         now: Any = (0, "none") if options is None else (options.stage, options.offload)

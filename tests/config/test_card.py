@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import hwopt.config.card
+from hwopt.config.card import known_card, known_cards
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import Hardware, described
 
-OWN_CARDS = [name for name, path in profile_files().items() if "[card]" in path.read_text(encoding="utf-8") and name != "cpu"]
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in profile_files().items()}
+OWN_CARDS = [name for name, text in TEXTS.items() if "[card]" in text and "\namd = " not in text and name != "cpu"]
+KNOWN = (Path(hwopt.config.card.__file__).parent / "cards.toml").read_text(encoding="utf-8").split("[[cards]]")[1:]
 FORMULA = re.compile(r"(\d+)(?: SM| #) x (\d+) FMA x 2 x ([\d.]+) GHz")
 
 
@@ -60,6 +64,35 @@ def test_variant_has_its_own_peaks(
 )
 def test_card_of_another_name_or_size_has_no_peaks(profile: str, device: str, capability: tuple[int, int], gib: float) -> None:
     assert shipped(profile).card_of(described(device, capability, gib)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "tensor"),
+    [
+        ("NVIDIA GeForce RTX 3080", 9.65, 59.5),
+        ("NVIDIA GeForce RTX 3080", 11.6, 61.3),
+        ("NVIDIA GeForce RTX 3080", 19.6, None),  # a version for miners
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.6, 88.2),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 7.63, None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 95.0, None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.0, 503.8),
+        ("NVIDIA L40", 44.4, None),
+    ],
+)
+def test_card_without_a_profile_has_known_peaks(device: str, gib: float, tensor: float | None) -> None:
+    card = known_card(described(device, (8, 9), gib))
+    assert (card and card.dense_tflops.fp16) == tensor
+
+
+@pytest.mark.parametrize(("card", "text"), list(zip(known_cards(), KNOWN, strict=True)), ids=lambda value: str(value)[:40])
+def test_peaks_of_known_cards_follow_from_their_comments(card: hwopt.config.card.KnownCard, text: str) -> None:
+    bits, rate = re.findall(r"(\d+) bit x ([\d.]+) Gbit/s", text)[0] if "bit x" in text else (0, 0)
+    if bits:
+        assert card.memory_bandwidth_gbps == pytest.approx(float(bits) * float(rate) / 8, rel=0.01)
+    if formula := FORMULA.search(text):
+        number, width, clock = int(formula[1]), int(formula[2]), float(formula[3])
+        assert card.dense_tflops.fp16 == pytest.approx(number * width * 2 * clock / 1000, rel=0.005)
+    assert bits or "data sheet" in text
 
 
 def test_memory_limit_keeps_the_card() -> None:

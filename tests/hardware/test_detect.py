@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,3 +103,29 @@ def test_equal_cards_are_one_card() -> None:
     cards = [described("Tesla T4", (7, 5), 14.56) for _ in range(4)]
     assert weakest(cards) == cards[0]
     assert weakest(cards).different_cards == ()
+
+
+@pytest.mark.parametrize(
+    ("hip", "properties", "expected"),
+    [
+        ("7.0", {"name": "AMD Instinct MI300X", "major": 9, "minor": 4}, {"amd": "gfx942", "compute_capability": None}),
+        (None, {"name": "NVIDIA GB10", "is_integrated": 1}, {"unified_memory": True, "compute_capability": (12, 1)}),
+        (None, {"name": "NVIDIA GeForce RTX 5090"}, {"unified_memory": False, "amd": ""}),
+    ],
+)
+def test_kind_of_a_card(
+    hip: str | None, properties: dict[str, Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ROCm's build of torch calls AMD GPUs CUDA devices, with a number of its own as their compute capability."""
+    found = {"major": 12, "minor": 1, "multi_processor_count": 48, "is_integrated": 0, "gcnArchName": "gfx942:sramecc+:xnack-"}
+    monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["gfx942"] if hip else ["sm_120"])
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (2 * GIB, 120 * GIB))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(**found | properties))
+    hardware = detect()
+    assert {key: getattr(hardware, key) for key in expected} == expected
+    assert hardware.problem == ""
+    free = 20.0 if expected.get("unified_memory") else 2.0
+    assert hardware.free_memory_gib == free, "a driver does not count the host's memory that the system could free"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,42 @@ def test_memory_that_cannot_be_forecast_scales_the_micro_batch(planned: Planned,
     plan = planned(card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75))
     assert (plan.profile.name, plan.batch.train, plan.batch.step) == ("t4_16gb", 11, 32)
     assert any("cannot be forecast" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "amd", "gib", "profile"),
+    [
+        ("AMD Instinct MI300X", "gfx942", 191.98, "mi300x_192gb"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", 23.98, "rx7900xtx_24gb"),
+        ("AMD Radeon RX 7900 XT", "gfx1100", 19.98, "auto-h100_80gb"),
+    ],
+)
+def test_amd_gpu_is_not_taken_for_an_nvidia_one(name: str, amd: str, gib: float, profile: str) -> None:
+    hardware = replace(card(name, (9, 4), gib), compute_capability=None, amd=amd)
+    assert choose(hardware, INPUTS).profile.name == profile
+    assert not hardware.can("tf32")
+    assert hardware.can("bf16")
+    assert hardware.architecture == {"gfx942": "CDNA 3", "gfx1100": "RDNA 3"}[amd]
+
+
+def test_gpu_that_shares_the_memory_of_its_host_has_nothing_to_offload(planned: Planned) -> None:
+    """NVIDIA GB10: expandable segments fail, and pinned copies and offloading gain nothing."""
+    spark = replace(card("NVIDIA GB10", (12, 1), 119.7), unified_memory=True)
+    plan = planned(
+        spark, "plugins.allocator.enabled=true", "plugins.checkpointing.offload=true", "plugins.checkpointing.layers=all"
+    )
+    found = {entry.name: entry for entry in plan.entries}
+    assert found["allocator"].decision == "skip"
+    assert (found["checkpointing"].decision, found["checkpointing"].options.offload) == ("fallback", False)
+    assert found["dataloader"].options.pin_memory is False
+    context = plan.context
+    offered = [
+        choice.changes
+        for entry in plan.entries
+        for scale in entry.plugin.alternatives(entry.options, context)
+        for choice in scale.choices
+    ]
+    assert not [changes for changes in offered if changes.get("offload") or "paged" in str(changes)]
 
 
 def test_derived_profile_has_the_peaks_of_a_variant_of_its_name() -> None:

@@ -66,7 +66,7 @@ def allocation_granularity(hardware: Hardware) -> int:
 
 def cublas_workspace(hardware: Hardware) -> int:
     """Return the bytes of the workspace that torch gives to cuBLAS (documented default sizes)."""
-    if hardware.compute_capability is None:
+    if hardware.compute_capability is None:  # an AMD GPU has another library
         return 0
     return 32 << 20 if hardware.compute_capability >= (9, 0) else 2 * (4096 << 10) + 8 * (16 << 10)
 
