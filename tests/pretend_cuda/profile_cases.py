@@ -84,6 +84,8 @@ MAY_BE_INACTIVE = {"adapter", "tf32"}
 That of `tf32` needs a product in fp32, and with autocast or half weights there is none."""
 NO_CARD = {
     "cpu": "trains on the CPU",
+    "mi300x_192gb": "an AMD GPU",
+    "rx7900xtx_24gb": "an AMD GPU",
     "v100_16gb": "the CUDA 13 build of torch has no kernels for Volta",
     "v100_32gb": "the CUDA 13 build of torch has no kernels for Volta",
 }
