@@ -139,7 +139,7 @@ class TaskOptions(Table):
     kind: Kind = "text-classification"
     """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
-    """Train a mixture of experts without its load-balancing loss, which has no exact count over micro-batches."""
+    """Train a mixture of experts without its load-balancing loss, which is not a sum over micro-batches."""
     class_weights: Annotated[
         Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen), ChangesLoss()
     ] = None

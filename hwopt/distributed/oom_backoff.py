@@ -44,6 +44,8 @@ class OomBackoff:
     option: str
     """The profile option to lower, for messages."""
     warn: Callable[[str], None]
+    splits: bool = True
+    """Whether micro-batches may get smaller; False if the loss is not a sum over them."""
     rung: int = 0
     """How often the rows of a micro-batch are halved."""
     steps_since_oom: int = 0
@@ -92,7 +94,7 @@ class OomBackoff:
         tried = self.rung if tried is None else tried
         self.oom_count += 1
         self.fitting_tokens = 0
-        if tried >= finest_rung:
+        if tried >= finest_rung or not self.splits:
             self._use_last_resort(where, reason)
             return
         if tried == self.rung:
@@ -119,7 +121,7 @@ class OomBackoff:
 
     def on_pressure(self, finest_rung: int, where: str, reason: str) -> None:
         """Go to the next rung before an allocation fails, if there is one."""
-        if self.rung < finest_rung:
+        if self.splits and self.rung < finest_rung:
             self.reduce(finest_rung, where, reason)
 
     def batch_succeeded(self, rung: int, tokens: int) -> None:

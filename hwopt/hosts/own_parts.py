@@ -28,7 +28,7 @@ from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, shifts_labels
 from hwopt.hosts.collated import lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
-from hwopt.tasks.exactness import refuse_inexact
+from hwopt.tasks.exactness import refuse_batch_statistics
 from hwopt.tasks.metrics import LossMetrics, over_ranks
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import listing
@@ -232,7 +232,13 @@ class OwnTask(Task):
         return getattr(self.model, "config", None)
 
     def load_model(self, job: Any, config: Any, prepared: Prepared, model_kwargs: Mapping[str, Any]) -> torch.nn.Module:
-        refuse_inexact(self.model, job)
+        refuse_batch_statistics(self.model)
+        own: Any = getattr(self.model, "config", None)
+        if hasattr(own, "get_text_config") and getattr(own.get_text_config(), "output_router_logits", False):
+            raise InputError(
+                "model: its loss has the load-balancing loss of the router, which is not a sum over rows. "
+                "Set model.config.output_router_logits = False to train without it"
+            )
         return self.model
 
     def collate(self) -> Any:

@@ -172,7 +172,8 @@ def facts_of_model(model: Any) -> ModelFacts:
     if hasattr(config, "model_type"):
         name = getattr(config, "_name_or_path", "") or config.model_type
         head = task_facts(task_of(model))
-        return model_facts(config, head, name, cache_folder() / "models", type(model) if is_module else None)
+        found = model_facts(config, head, name, cache_folder() / "models", type(model) if is_module else None)
+        return replace(found, router_loss=0.0)  # the loss is that of the script
     return ModelFacts(
         name=type(model).__name__,
         model_type="a module of yours",

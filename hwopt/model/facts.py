@@ -63,6 +63,8 @@ class ModelFacts:
     """Why the documents of a packed row cannot be kept apart (`hwopt.model.packing`); "" if they can."""
     logit_transform: str | None = None
     """Causal language models: how logits change after the output layer, or why that is unknown; None if they do not."""
+    router_loss: float = 0.0
+    """Coefficient of the load-balancing loss that a mixture of experts adds to its loss; 0 without one."""
     operations: int = 0
     """Operations of a forward pass that launch a kernel. This and the next two are 0 if they are unknown."""
     flops_per_token: float = 0.0
@@ -203,6 +205,7 @@ def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) ->
         prebuilt_mask=prebuilt_mask,
         packing_problem=packing_problem(model, config, decoder, prebuilt_mask),
         logit_transform=logit_transform(model) if head.decoder else None,
+        router_loss=float(getattr(text, "router_aux_loss_coef", None) or 0.0) if head.decoder or head.encoder_decoder else 0.0,
         **cost._asdict(),
         other_weights=other_weights(model),
     )

@@ -7,6 +7,7 @@ all conflicts, each with both lines of the profile. docs/conflicts.md lists the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from hwopt.config.aliases import option_for
 from hwopt.config.job import Job
@@ -16,6 +17,9 @@ from hwopt.planning.parts import Part, applied
 from hwopt.plugin import CAPABILITIES, Conflict
 from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.recipe import Collision
+
+if TYPE_CHECKING:
+    from hwopt.planning.plan import Plan
 
 
 def refuse_conflicts(entries: Sequence[PluginDecision], parts: Sequence[Part], collisions: Iterable[Collision]) -> None:
@@ -114,6 +118,28 @@ def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
         raise PluginError(
             f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
         )
+
+
+def refuse_split_router_loss(plan: Plan, parts: Sequence[Part]) -> None:
+    """Raise InputError if the load-balancing loss of a mixture of experts would be computed in parts: it is not their sum."""
+    if not plan.router_loss:
+        return
+    found = [f"{part.entry.author} {why}" for slot, why in ROUTER.items() for part in parts if slot in part.written]
+    if plan.batch.accumulation(plan.world_size) > 1:
+        found.append(f"{plan.batch.step} rows a step are several micro-batches of {plan.batch.train}")
+    if plan.world_size > 1:
+        found.append("each rank would balance its own rows")
+    if not plan.model.is_decoder:
+        found.append("hwopt computes that loss for causal language models only")
+    if found:
+        raise InputError(
+            f"model: {plan.model.model_type} is a mixture of experts, whose load-balancing loss needs all rows of a step "
+            f"at once: {'; '.join(found)}. Set task.ignore_router_loss = true to train without that loss, or change these"
+        )
+
+
+ROUTER = {"cut": "splits a step by length", "collate": "packs the rows of a step", "loss": "computes the loss without it"}
+"""Slot of the recipe -> what a plugin that writes it does to the load-balancing loss."""
 
 
 def author_in(parts: Sequence[Part], what: str) -> str:

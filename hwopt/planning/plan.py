@@ -63,6 +63,11 @@ class Plan:
         return any(entry.choices > 1 for entry in self.entries)
 
     @property
+    def router_loss(self) -> float:
+        """Coefficient of the load-balancing loss that is trained; 0 if there is none, or if the job leaves it out."""
+        return 0.0 if self.job.task.ignore_router_loss else self.model.router_loss
+
+    @property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
         chosen = self.profile.chosen

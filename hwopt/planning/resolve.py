@@ -15,7 +15,13 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_lacking_engine, refuse_replaced_loss
+from hwopt.planning.conflicts import (
+    author_in,
+    refuse_conflicts,
+    refuse_lacking_engine,
+    refuse_replaced_loss,
+    refuse_split_router_loss,
+)
 from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
 from hwopt.planning.parts import Part, split_replaced, without, write_recipe
 from hwopt.planning.plan import Plan
@@ -68,7 +74,7 @@ def resolve(
     training = with_recipe(job.training, recipe)
     batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
     refuse_lacking_engine(parts, batch, world_size, training.max_grad_norm)
-    return Plan(
+    plan = Plan(
         profile=profile,
         hardware=hardware,
         software=software,
@@ -84,6 +90,8 @@ def resolve(
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
+    refuse_split_router_loss(plan, parts)
+    return plan
 
 
 def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:

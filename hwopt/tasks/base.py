@@ -24,7 +24,6 @@ from hwopt.data.tokenizer_training import trained_tokenizer
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.exactness import refuse_router
 from hwopt.tasks.model_builder import ModelBuilder
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.prediction import Generation, Predictor, Trained
@@ -115,7 +114,6 @@ class Task(ModelBuilder):
         `seed` determines the split by data.eval_fraction. Raises DataError for problems of the
         data, InputError for problems of the job.
         """
-        refuse_router(config, job)
         LengthLimit(job.data.max_length, max_positions)  # refuses a limit above the model's
         sources = read_sources(job)
         parts = {part: self.samples(rows, job) for part, rows in sources.items()}

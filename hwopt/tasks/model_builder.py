@@ -12,7 +12,7 @@ from hwopt.data.tokenizer import check_vocabulary
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.weights import load_weights
-from hwopt.tasks.exactness import refuse_inexact
+from hwopt.tasks.exactness import refuse_batch_statistics
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import truncate
 
@@ -58,7 +58,7 @@ class ModelBuilder:
             )
         )
         self.fit_model(model, prepared)
-        refuse_inexact(model, job)
+        refuse_batch_statistics(model)
         return cast("torch.nn.Module", model)
 
     def fit_model(self, model: Any, prepared: Prepared) -> None:

@@ -140,6 +140,12 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
     return found.arrays()
 
 
+def with_router_loss(loss: Any, coefficient: float, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """`loss` with the load-balancing loss of a mixture of experts, as transformers and TRL add it to the mean over all labels."""
+    summed, count = loss(outputs, targets)
+    return summed + coefficient * outputs.aux_loss * count, count
+
+
 def token_loss(
     outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:

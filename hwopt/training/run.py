@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded
 from hwopt.plugin.recipe import Recipe
 from hwopt.tasks.base import Task
+from hwopt.tasks.next_token import with_router_loss
 from hwopt.tasks.prepared import Prepared
 from hwopt.training.listener import Listener
 
@@ -116,11 +117,13 @@ class Run:
     @cached_property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """The loss that is trained: (outputs, targets) -> (summed loss, count)."""
-        return self.recipe.loss or self.task.training_loss(self.prepared, self.device)
+        loss = self.recipe.loss or self.task.training_loss(self.prepared, self.device)
+        coefficient = self.plan.router_loss
+        return partial(with_router_loss, loss, coefficient) if coefficient else loss
 
     @property
     def evaluation_loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
-        """The loss of an evaluation, without class weights and label smoothing."""
+        """The loss of an evaluation, without class weights, label smoothing and load balancing."""
         return self.recipe.loss or self.task.loss
 
     @property
