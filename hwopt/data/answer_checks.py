@@ -6,10 +6,21 @@ that is never trained, an answer that never ends.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from hwopt.data.sources.chat import BadConversation, Message
 from hwopt.errors import DataError
+
+MARKER = re.compile(r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>")
+"""What chat templates write around a turn: <|im_end|>, <|eot_id|>, <end_of_turn>."""
+
+
+def split_markers(texts: Sequence[str], tokenizer: Any) -> list[str]:
+    """The markers of chat templates in the first 100 `texts` that are not one token of `tokenizer`."""
+    found = dict.fromkeys(marker for text in texts[:100] for marker in MARKER.findall(text))
+    return [marker for marker in found if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) != 1]
 
 
 def is_closed(text: str, content: str) -> bool:

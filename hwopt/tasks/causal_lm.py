@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
 from hwopt.data.sources.columns import (
@@ -178,6 +179,12 @@ class CausalLM(Task):
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """How the answers of conversations are found and end, and which tokens are new."""
         if not is_chat(parts["train"]):
+            if split := split_markers(parts["train"].columns[0], trained.tokenizer):
+                prepared.warnings.append(
+                    f"the texts have {split[0]}, which this tokenizer splits into several tokens, so that an answer does not end "
+                    'there. Give conversations as messages with data.chat_template = "chatml", which adds its tokens, or a '
+                    "model.tokenizer that has them"
+                )
             return []
         names = trained.tokenizer.convert_ids_to_tokens
         prompted = parts["train"].columns[0][0].prompt

@@ -276,3 +276,12 @@ def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> N
     own = torch.cat([torch.full((1, 1), IGNORED), row["labels"]], 1)
     torch.testing.assert_close(model(input_ids=tokens, labels=own).loss * parts[1][1], parts[1][0])
     assert model.generation_config.pad_token_id == prepared.tokenizer.pad_token_id
+
+
+def test_chat_markers_in_texts_that_are_no_tokens_are_named(tmp_path: Path) -> None:
+    rows = [{"text": f"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n{number}<|im_end|>"} for number in range(8)]
+    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path)
+    (warning,) = prepared.warnings
+    assert "the texts have <|im_start|>, which this tokenizer splits" in warning
+    plain = [{"text": f"a < b |> {number} <br>"} for number in range(8)]
+    assert not prepare(write(tmp_path / "b.jsonl", plain), tmp_path)[2].warnings
