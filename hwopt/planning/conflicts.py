@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hwopt.config.aliases import option_for
-from hwopt.config.job import Job
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision, plugin_hook
 from hwopt.planning.parts import Part, applied
 from hwopt.plugin import CAPABILITIES, Conflict
-from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.recipe import Collision
 
 if TYPE_CHECKING:
@@ -93,8 +91,16 @@ def implied(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
                 yield part, engine, f"{why}, and the engine of {name!r} lacks {capability}: {CAPABILITIES[capability]}"
 
 
-def refuse_lacking_engine(parts: Sequence[Part], batch: BatchSizes, world_size: int, max_grad_norm: float) -> None:
+def refuse_untrainable(plan: Plan, parts: Sequence[Part]) -> None:
+    """Raise InputError or PluginError if the plan's parts, which do not contradict each other, cannot train its job."""
+    refuse_replaced_loss(plan, parts)
+    refuse_lacking_engine(plan, parts)
+    refuse_split_router_loss(plan, parts)
+
+
+def refuse_lacking_engine(plan: Plan, parts: Sequence[Part]) -> None:
     """Raise InputError for micro-batches or clipping that the engine of a plugin lacks."""
+    batch, max_grad_norm = plan.batch, plan.training.max_grad_norm
     for part in parts:
         entry = part.entry
         if max_grad_norm and part.lacks("clipping"):
@@ -103,18 +109,18 @@ def refuse_lacking_engine(parts: Sequence[Part], batch: BatchSizes, world_size: 
                 f"{entry.author} cannot clip by the norm of all parameters (training.max_grad_norm = {max_grad_norm:g}). "
                 f"Set training.max_grad_norm = 0{f', or {options}' if options else ''}"
             )
-        if part.lacks("accumulation") and (steps := batch.accumulation(world_size)) > 1:
-            per_rank = -(-batch.step // world_size)
+        if part.lacks("accumulation") and (steps := batch.accumulation(plan.world_size)) > 1:
+            per_rank = -(-batch.step // plan.world_size)
             raise InputError(
                 f"{entry.author} needs one micro-batch per step, and {batch.step} rows in micro-batches of {batch.train} are "
                 f"{steps}. Set {option_for('per_device_train_batch_size')} = {per_rank}, or lower the rows of a step"
             )
 
 
-def refuse_replaced_loss(job: Job, parts: Sequence[Part]) -> None:
+def refuse_replaced_loss(plan: Plan, parts: Sequence[Part]) -> None:
     """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
     own = next((part for part in parts if "loss" in part.written), None)
-    if own is not None and (key := next(iter(job.task.loss_changes), None)):
+    if own is not None and (key := next(iter(plan.job.task.loss_changes), None)):
         raise PluginError(
             f"task.{key}: {own.entry.who} computes the loss itself, without {key}. Remove it, or turn the plugin off"
         )

@@ -15,13 +15,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import (
-    author_in,
-    refuse_conflicts,
-    refuse_lacking_engine,
-    refuse_replaced_loss,
-    refuse_split_router_loss,
-)
+from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable
 from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
 from hwopt.planning.parts import Part, split_replaced, without, write_recipe
 from hwopt.planning.plan import Plan
@@ -58,7 +52,6 @@ def resolve(
     """
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
-    notes = card_notes(profile, hardware)
     card = profile.card_of(hardware)
     context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
     entries = decide(profile, registry, context, choices or {})
@@ -68,12 +61,11 @@ def resolve(
         recipe = write_recipe(entries, context)
     entries, parts = split_replaced(entries, recipe)
     refuse_conflicts(entries, parts, recipe.collisions)
-    refuse_replaced_loss(job, parts)
-    if strict:
-        enforce_strict(entries, notes)
     training = with_recipe(job.training, recipe)
     batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
-    refuse_lacking_engine(parts, batch, world_size, training.max_grad_norm)
+    notes = card_notes(profile, hardware)
+    if strict:
+        enforce_strict(entries, notes)
     plan = Plan(
         profile=profile,
         hardware=hardware,
@@ -90,7 +82,7 @@ def resolve(
         job_name=job_file.document.name,
         oom_plugins=tuple(oom_plugins(profile, registry, context)),
     )
-    refuse_split_router_loss(plan, parts)
+    refuse_untrainable(plan, parts)
     return plan
 
 

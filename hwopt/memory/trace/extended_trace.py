@@ -25,25 +25,30 @@ Key = tuple[str, int, int] | int
 """A storage: (pass, layer, place among the storages of that block), (OWN, layer, place), or its number if no layer owns it."""
 
 
+Position = tuple[int, int, int]
+"""A place in a trace: the number of events, of operations and of tensors moved to host memory before it."""
+
+
 class NotRepeated(Exception):
     """The layers cannot be skipped. The message says why."""
 
 
 @dataclass(frozen=True)
 class TraceBlock:
-    """A part of a trace: the events and the operations from one mark to the next."""
+    """A part of a trace: the events, the operations and the tensors moved to host memory, from one mark to the next."""
 
     events: range
     operations: range
+    moved: range
 
 
 @dataclass
 class Marks:
     """What one traced step tells about its layers."""
 
-    starts: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """(pass, layer, index of the first event, index of the first operation), in the order of the step. OUTSIDE: behind the last
-    layer of the forward or the backward pass."""
+    starts: list[tuple[str, int, Position]] = field(default_factory=list)
+    """(pass, layer, where its block begins), in the order of the step. OUTSIDE: behind the last layer of the forward or the
+    backward pass."""
     calls: dict[int, Any] = field(default_factory=dict)
     """Layer -> what it was called with."""
     owned: dict[int, list[int | None]] = field(default_factory=dict)
@@ -79,13 +84,15 @@ class Template:
     sizes: tuple[float, ...]
     """Sizes of the storages that the block allocates."""
     flops: tuple[float, ...]
+    moved: tuple[float, ...]
+    """Bytes of each tensor that the block moves to host memory."""
     first: int
     """Index of its first event in the trace."""
 
     @property
     def content(self) -> Any:
         """What is equal for two layers that do the same. The last layer that uses a common tensor also releases it."""
-        return tuple(step for step in self.events if not releases_common(step)), self.operands, self.sizes, self.flops
+        return tuple(step for step in self.events if not releases_common(step)), self.operands, self.sizes, self.flops, self.moved
 
     def uses(self, storage: int) -> bool:
         """Whether an operation of the block uses a storage that no layer owns."""
@@ -97,13 +104,16 @@ def releases_common(step: Step) -> bool:
     return step[0] < 0 and step[1] == ""
 
 
+def block_between(one: Position, two: Position) -> TraceBlock:
+    """The part of a trace from one place to another."""
+    return TraceBlock(*(range(start, stop) for start, stop in zip(one, two, strict=True)))
+
+
 class Extension:
     """Builds the timeline of all layers from the timeline of those that were run."""
 
     def __init__(self, layers: Repetition, marks: Marks, timeline: Timeline) -> None:
         self.layers, self.short, self.marks = layers, timeline, marks
-        if len(timeline.host_sizes):
-            raise NotRepeated("tensors are moved to host memory")
         self.place = {number: place for place, number in enumerate(layers.run)}  # layer -> its place among those run
         self.segments = self.find_segments()
         blocks = {(which, layer): block for which, layer, block in self.segments if which != OUTSIDE}
@@ -139,22 +149,20 @@ class Extension:
         The gradients of skipped layers are left out. Raises NotRepeated unless the layers ran in order, each once.
         """
         starts, run = self.marks.starts, self.layers.run
-        order = [(which, number) for which, number, _, _ in starts if which != OUTSIDE]
+        order = [(which, number) for which, number, _ in starts if which != OUTSIDE]
         backward = [number for which, number in order if which == BACKWARD]
         if order != [(FORWARD, number) for number in run] + [(BACKWARD, number) for number in backward]:
             raise NotRepeated("the layers do not run one after the other")
         if backward != [number for number in reversed(run) if number in backward]:
             raise NotRepeated("the backward passes of the layers do not run one after the other")
-        filled, end = self.marks.filled, (len(self.short.events), len(self.short.ends))
-        last = end if filled is None else (filled.events.start, filled.operations.start)
-        bounds = pairwise([(0, 0), *((event, operation) for _, _, event, operation in starts), last])
-        names = [(OUTSIDE, -1), *((which, number) for which, number, _, _ in starts)]
-        found = [
-            (which, number, TraceBlock(range(one[0], two[0]), range(one[1], two[1])))
-            for (which, number), (one, two) in zip(names, bounds, strict=True)
-        ]
+        filled, end = self.marks.filled, (len(self.short.events), len(self.short.ends), len(self.short.host_sizes))
+        last = end if filled is None else (filled.events.start, filled.operations.start, filled.moved.start)
+        bounds = pairwise([(0, 0, 0), *(position for _, _, position in starts), last])
+        names = [(OUTSIDE, -1), *((which, number) for which, number, _ in starts)]
+        found = [(which, number, block_between(*both)) for (which, number), both in zip(names, bounds, strict=True)]
         if filled is not None:
-            found.append((OUTSIDE, -1, TraceBlock(range(filled.events.stop, end[0]), range(filled.operations.stop, end[1]))))
+            behind = (filled.events.stop, filled.operations.stop, filled.moved.stop)
+            found.append((OUTSIDE, -1, block_between(behind, end)))
         return found
 
     def template(self, block: TraceBlock, which: str = OUTSIDE, layer: int | None = None) -> Template:
@@ -168,6 +176,7 @@ class Extension:
             block.operations,
             () if layer is None else tuple(short.sizes[self.made[which, layer]].tolist()),
             tuple(short.flops[block.operations.start : block.operations.stop].tolist()),
+            tuple(short.host_sizes[block.moved.start : block.moved.stop].tolist()),
             block.events.start,
         )
 
@@ -219,6 +228,7 @@ class Extension:
         operations: list[int] = []
         operands: list[int] = []
         ends: list[int] = []
+        moved: list[float] = []
         update = self.short.update
         phases = self.short.phases.copy()
         for part, layer in self.parts():
@@ -235,6 +245,7 @@ class Extension:
             if layer is None and self.short.update in part.operations:
                 update = len(operations) + self.short.update - part.operations.start
             operations += part.operations
+            moved += part.moved
         self.check_releases()
         short = self.short
         return replace(
@@ -247,6 +258,7 @@ class Extension:
             ends=np.array(ends, np.int64),
             flops=short.flops[operations],
             dtypes=short.dtypes[operations],
+            host_sizes=np.array(moved, np.float64),
             update=update,
             phases=phases,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Extension, Marks, NotRepeated, Repetition, TraceBlock
+from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Extension, Marks, NotRepeated, Repetition, block_between
 from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracker import MemoryTracker
@@ -35,6 +35,8 @@ class SkippedLayers:
         self.marks = Marks()
         self.returns_tuple = False
         self.installed = False
+        self.checkpointed: list[Any] = []
+        """The skipped layers whose checkpointing is off."""
 
     def __bool__(self) -> bool:
         return len(self.run) < len(self.layers)
@@ -44,15 +46,22 @@ class SkippedLayers:
         self.installed = True
         for number, layer in enumerate(self.layers):
             instance: Any = layer
-            instance.forward = (
-                partial(self.run_layer, number, layer.forward) if number in self.run else partial(self.skip, number)
-            )
+            if number in self.run:
+                instance.forward = partial(self.run_layer, number, layer.forward)
+                continue
+            instance.forward = partial(self.skip, number)
+            if getattr(layer, "gradient_checkpointing", False):  # its input would be moved to host memory
+                instance.gradient_checkpointing = False
+                self.checkpointed.append(instance)
 
     def remove(self) -> None:
         """Run every layer again."""
         self.installed = False
         for layer in self.layers:
             vars(layer).pop("forward", None)
+        for instance in self.checkpointed:
+            instance.gradient_checkpointing = True
+        self.checkpointed = []
 
     def begin(self) -> None:
         """Start a new step: the tracker was reset and the micro-batch exists."""
@@ -111,11 +120,11 @@ class SkippedLayers:
         return value if plain else (type(value), id(value))
 
     def mark(self, which: str, number: int) -> None:
-        self.marks.starts.append((which, number, len(self.tracker.events), len(self.tracker.ends)))
+        self.marks.starts.append((which, number, self.tracker.position()))
 
     def after_backward(self) -> None:
         """Allocate the gradients of the skipped layers, which the update needs."""
-        started = len(self.tracker.events), len(self.tracker.ends)
+        started = self.tracker.position()
         for number, source in self.model_of.items():
             pairs = zip(self.layers[number].parameters(), self.layers[source].parameters(), strict=True)
             for parameter, like in pairs if number != source else ():
@@ -125,7 +134,7 @@ class SkippedLayers:
         for number, layer in enumerate(self.layers):
             grads = [parameter.grad for parameter in layer.parameters()]
             self.marks.gradients[number] = [None if grad is None else self.tracker.number_of(grad) for grad in grads]
-        self.marks.filled = TraceBlock(range(started[0], len(self.tracker.events)), range(started[1], len(self.tracker.ends)))
+        self.marks.filled = block_between(started, self.tracker.position())
 
     def extended(self, timeline: Timeline) -> Timeline:
         """Return the timeline of a step in which every layer runs. Raises NotRepeated if it cannot be told."""

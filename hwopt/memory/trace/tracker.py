@@ -151,6 +151,10 @@ class MemoryTracker(FakeTensorMode):
         self.column_sums = {}
         self.before = len(alive)
 
+    def position(self) -> tuple[int, int, int]:
+        """Return the number of events, of operations and of tensors moved to host memory since `reset`."""
+        return len(self.events), len(self.ends), len(self.host_sizes)
+
     def begin_update(self) -> None:
         """Count the following operations as the optimizer's update."""
         self.update = len(self.ends)

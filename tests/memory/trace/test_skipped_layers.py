@@ -65,6 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Llama, one micro-batch": (LLAMA, O1 | {"batch": {"train": 8}}),
     "Llama, checkpointing": (LLAMA, O1 | {"checkpointing": {}}),
+    "Llama, inputs of layers in host memory": (LLAMA, O1 | {"checkpointing": {"offload": True}}),
+    "Llama, LoRA, inputs in host memory": (LLAMA, {"adapter": LORA} | O1 | {"checkpointing": {"offload": True}}),
     "Llama, checkpointing every third": (LLAMA, O1 | {"checkpointing": {"layers": 3}}),
     "Llama, selective checkpointing": (LLAMA, O2 | {"checkpointing": {"layers": "selective"}}),
     "Llama, LoRA": (LLAMA, {"adapter": LORA} | O1),
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers with and without attention": (HYBRID, O1),
     "experts": (EXPERTS, {"adapter": LORA} | O2 | {"checkpointing": {}}),
 }
-USUAL = ("BERT, O2, 8 bits", "Llama, one micro-batch", "Llama, QLoRA", "Gemma 3", "experts")
+USUAL = ("BERT, O2, 8 bits", "Llama, one micro-batch", "Llama, QLoRA", "Gemma 3", "experts", "Llama, inputs of layers in host memory")
 
 
 def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None) -> Plan:
@@ -110,7 +112,7 @@ def check_equal_to_whole(plan: Plan) -> None:
     for name, expected in whole.items():
         found = extended[name]
         assert in_order(found) == in_order(expected), name
-        for key in ("sizes", "kinds", "column_sums", "operands", "ends", "flops", "dtypes"):
+        for key in ("sizes", "kinds", "column_sums", "operands", "ends", "flops", "dtypes", "host_sizes"):
             np.testing.assert_array_equal(getattr(found, key), getattr(expected, key), f"{name} {key}")
         assert found.peak() == expected.peak()
     found, expected = extended["train.base"], whole["train.base"]
