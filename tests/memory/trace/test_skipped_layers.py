@@ -79,7 +79,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers with and without attention": (HYBRID, O1),
     "experts": (EXPERTS, {"adapter": LORA} | O2 | {"checkpointing": {}}),
 }
-USUAL = ("BERT, O2, 8 bits", "Llama, one micro-batch", "Llama, QLoRA", "Gemma 3", "experts", "Llama, inputs of layers in host memory")
+USUAL = (
+    "BERT, O2, 8 bits",
+    "Llama, one micro-batch",
+    "Llama, QLoRA",
+    "Gemma 3",
+    "experts",
+    "Llama, inputs of layers in host memory",
+)
 
 
 def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None) -> Plan:
