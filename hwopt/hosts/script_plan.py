@@ -22,7 +22,7 @@ from hwopt.config.profile import DataDefaults, Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.detect import detect, detect_software, with_layer_speed
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning import auto_profile
@@ -127,12 +127,13 @@ def plan_of(
     model = transformers_model(model)
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
+    facts = facts_of_model(model)
     plan = resolve(
         without_data(inputs.profile(chosen, [*asked, *own, *sizes_of(script)])),
-        hardware,
+        with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
         job,
         inputs.registry,
-        facts_of_model(model),
+        facts,
         detect_software(),
         world_size=script.world_size,
         strict=strict,

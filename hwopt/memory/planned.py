@@ -13,7 +13,7 @@ from hwopt.config.profile import Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software, has_apple_gpu, layer_speed
+from hwopt.hardware.detect import detect, detect_software, has_apple_gpu, with_layer_speed
 from hwopt.hardware.device import Hardware, with_memory_limit
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
@@ -74,8 +74,7 @@ def resolve(
         machine = with_memory_limit(machine, memory_limit)
     config, facts = model_of(job_file, cache)
     software = detect_software()
-    if machine.device_type == "cpu" and machine.source == "detected" and world_size == 1:
-        machine = replace(machine, layer=layer_speed(machine, facts.hidden_size, cache))  # ranks could measure different times
+    machine = with_layer_speed(machine, facts.hidden_size, world_size, cache)
 
     def settled(chosen: Profile) -> Plan:
         """The plan of `chosen`, with every choice of a plugin made by the memory planner."""
