@@ -118,7 +118,7 @@ def detect_host() -> Hardware:
 
 
 def with_layer_speed(hardware: Hardware, hidden_size: int, world_size: int, cache: Path) -> Hardware:
-    """`hardware` with the speed of its CPU, if one process of this machine trains on it: several could measure different times."""
+    """`hardware` with the speed of its CPU, if one process trains on it: several could measure different times."""
     if hardware.device_type != "cpu" or hardware.source != "detected" or world_size > 1:
         return hardware
     return replace(hardware, layer=layer_speed(hardware, hidden_size, cache))
