@@ -44,7 +44,7 @@ ARGUMENTS = {
     "bf16": False,
     "disable_tqdm": True,
 }
-OPTIONS = {"batch": {"train": 3}, "precision": {"dtype": "fp32"}}
+OPTIONS = {"batch": {"train": 3}, "precision": {"dtype": "fp32"}, "length_batching": {"overhead_tokens": 256}}
 CHANGED_LINES = 2
 """The import of hwopt, and the class that is called."""
 
