@@ -47,6 +47,8 @@ class Work:
     train: Dataset
     held_out: Dataset
     labels: list[str]
+    text: list[str]
+    """The columns of the texts."""
     bf16: bool
 
     @property
@@ -156,7 +158,7 @@ def alone(work: Work, *plugins: str) -> Trained:
     given = {
         "model.name": work.folder / "model", "data.train": work.folder / "train.jsonl", "task.kind": "text-classification",
         "training.num_train_epochs": 1, "training.learning_rate": RATE, "training.warmup_steps": 0,
-        "plugins.batch.effective": STEP,
+        "plugins.batch.effective": STEP, "data.text": json.dumps(work.text), "data.max_length": 256,
         **({} if work.bf16 or work.device == "cuda" else {"plugins.precision.dtype": "fp32"}),
     }  # fmt: skip
     assignments = [f"{key}={value}" for key, value in given.items()]
@@ -208,9 +210,10 @@ def work_of(options: argparse.Namespace, folder: Path) -> Work:
         encoded = tokenizer(*texts, truncation=True, max_length=256)
         parts.append(Dataset.from_dict({**encoded, "labels": [labels.index(str(label)) for label in own]}))
         if number is not None:
-            lines = [json.dumps({"text": text, "label": str(label)}) for *text, label in zip(*texts, own, strict=True)]
+            columns = [*options.text, "label"]
+            lines = [json.dumps(dict(zip(columns, map(str, row), strict=True))) for row in zip(*texts, own, strict=True)]
             (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return Work(folder, tokenizer, *parts, labels, options.bf16)
+    return Work(folder, tokenizer, *parts, labels, options.text, options.bf16)
 
 
 def main() -> None:
