@@ -75,19 +75,24 @@ class Card(Table):
     def variant_named(self, device: str) -> Card | None:
         """The figures of the variant called `device`; None if no variant matches better than the card itself.
 
-        A laptop's version of the card has no peaks: clocks and power differ from machine to machine.
+        A laptop's version of a desktop card has no peaks: clocks and power differ from machine to machine.
         """
-        if is_laptop(device):
-            return self.model_copy(update=NO_PEAKS) if self.longest_name(device) else None
+        if is_laptop(device) and (name := self.name_in(device)) and not is_laptop(name):
+            return self.model_copy(update=NO_PEAKS)
         best = max(self.variants, key=lambda variant: longest_match(variant.match, device), default=None)
         if best is None or longest_match(best.match, device) <= longest_match(self.match, device):
             return None
         facts = {key: getattr(best, key) for key in ("match", "multiprocessors", "memory_bandwidth_gbps", "dense_tflops")}
         return self.model_copy(update=facts | {"variants": ()})
 
+    def name_in(self, device: str) -> str:
+        """The longest name of the card or of a variant in the name `device`; "" if it has none."""
+        names = (*self.match, *(name for variant in self.variants for name in variant.match))
+        return max((name for name in names if longest_match([name], device)), key=len, default="")
+
     def longest_name(self, device: str) -> int:
-        """The length of the longest match of the card or of a variant in the name `device`; 0 if none matches."""
-        return max(longest_match(match, device) for match in (self.match, *(variant.match for variant in self.variants)))
+        """The length of `name_in`."""
+        return len(self.name_in(device))
 
     def describes(self, hardware: Hardware) -> bool:
         """Whether `hardware` is this card, or a variant of it with the same memory."""

@@ -40,5 +40,4 @@ def from_folder(folder: Path, value: Any) -> Any:
     if not isinstance(value, str) or not value or "\0" in value or os.path.isabs(os.path.expanduser(value)):
         return value
     there = os.path.join(folder, value)
-    there = os.path.join(folder, value)
     return there if os.path.lexists(there) or glob.glob(value, root_dir=folder, recursive=True) else value

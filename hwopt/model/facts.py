@@ -126,7 +126,7 @@ def model_class(config: PretrainedConfig, head: Head) -> type:
     return chosen
 
 
-FORMAT = 3
+FORMAT = 4
 """Of the cached facts; increase it when they are read in another way."""
 
 
@@ -177,7 +177,7 @@ def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) ->
         reason = config_error_text(error, config.to_diff_dict())
         raise InputError(f"model: cannot build {cls.__name__} from its config: {reason}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
-    decoder = is_decoder(config) and not head.encoder_decoder
+    decoder, generates = is_decoder(config) and not head.encoder_decoder, head.decoder or head.encoder_decoder
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= 2  # their position ids start after the padding index
@@ -205,7 +205,7 @@ def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) ->
         prebuilt_mask=prebuilt_mask,
         packing_problem=packing_problem(model, config, decoder, prebuilt_mask),
         logit_transform=logit_transform(model) if head.decoder else None,
-        router_loss=float(getattr(text, "router_aux_loss_coef", None) or 0.0) if head.decoder or head.encoder_decoder else 0.0,
+        router_loss=float(getattr(text, "router_aux_loss_coef", None) or 0.0) if generates and "aux_loss" in source else 0.0,
         **cost._asdict(),
         other_weights=other_weights(model),
     )

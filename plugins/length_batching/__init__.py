@@ -44,11 +44,6 @@ def padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> in
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
 
 
-def padded_width(length: int, widths: Sequence[int], multiple: int) -> int:
-    """The smallest of `widths` that is at least `length`; if there is none, the next multiple of `multiple`."""
-    return next((width for width in widths if width >= length), -(-length // multiple) * multiple)
-
-
 class LengthBatching(Plugin):
     name = "length_batching"
     stage = Stage.DATA

@@ -13,7 +13,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, Recipe, verify
-from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens, padded_width
+from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens
 
 JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
 CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, JOB)
@@ -145,11 +145,6 @@ def test_a_cpu_has_a_fixed_price():
         LengthBatching(options).apply(recipe, CPU_CONTEXT)
         cuts.append(recipe.cut([200, *[20] * 15], 16))
     assert cuts[0] == cuts[1] == cut_by_length([200, *[20] * 15], 16, tokens=None, overhead_tokens=256)
-
-
-def test_width_is_the_next_fixed_width_or_multiple():
-    assert [padded_width(length, (32, 64), 8) for length in (5, 32, 33, 65)] == [32, 32, 64, 72]
-    assert padded_width(7, (), 1) == 7
 
 
 def test_evidence_compares_computed_tokens_with_the_plain_cut():

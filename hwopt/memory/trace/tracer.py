@@ -76,7 +76,7 @@ def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
         if not only_sizes(plan, entry.author) and not only_loads(plan, entry.author)
     ]
     data = plan.job.data
-    task = [plan.job.task.kind, len(data.text), data.max_target_length, labels]
+    task = [plan.job.task.kind, len(data.text), data.max_target_length, labels, plan.router_loss > 0]
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
