@@ -146,6 +146,8 @@ def arguments(command: Command) -> list[str]:
         # a resumed run trains a step more than the one before
         steps = 4 if "--resume-from" in words else 3 if "--resume" in words else 2
         words += ["--max-steps", str(steps), "--set", "plugins.dataloader.num_workers=0"]
+    if words[1:3] == ["plan", "imported/job.toml"]:
+        words += ["--set", 'data.text=["premise", "hypothesis"]']  # the columns of the folder's data
     if "tune" in words:
         words += ["--trials", "2", "--steps", "8"]
     if "init" in words:
