@@ -108,6 +108,9 @@ def environment(built: Build, cards: str) -> dict[str, str]:
 
     return {
         "PRETEND_GPU": cards,
+        # a card that computes does so on the CPU: the thread of autograd and the one that launches a graph may have other
+        # numbers of threads, and their sums other last bits
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PRETEND_CUDA_HOME": str(built.home),
         "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", built.libraries),
         "PYTHONPATH": before("PYTHONPATH", built.folder, built.site, HERE.parent),
