@@ -173,8 +173,8 @@ def adopt_model(run: Run, model: Any) -> None:
     An engine of the recipe moves and wraps the model itself: the model may be larger than the device's memory.
     """
     recipe = run.recipe
-    if run.plan.model.router_loss:
-        model.config.get_text_config().output_router_logits = run.plan.router_loss > 0
+    if run.plan.router_loss:
+        model.config.get_text_config().output_router_logits = True  # the model then returns its load-balancing loss
     if run.world_size > 1 and recipe.engine is None:
         broadcast_weights(model.to(run.device))  # before the model steps create masters and adapters
     for step in recipe.model_steps:
