@@ -56,6 +56,10 @@ class Work:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
+    def dtype(self) -> str:
+        return "bf16" if self.bf16 else "fp32"
+
+    @property
     def steps(self) -> int:
         return -(-len(self.train) // STEP)
 
@@ -146,7 +150,7 @@ def grouped(work: Work) -> Trained:
 
 
 def in_trainer(work: Work) -> Trained:
-    return trainer(work, hwopt.optimized(Trainer, profile_of(work)))
+    return trainer(work, hwopt.optimized(Trainer, profile_of(work), precision={"dtype": work.dtype}))
 
 
 def profile_of(work: Work) -> str:
@@ -159,7 +163,7 @@ def alone(work: Work, *plugins: str) -> Trained:
         "model.name": work.folder / "model", "data.train": work.folder / "train.jsonl", "task.kind": "text-classification",
         "training.num_train_epochs": 1, "training.learning_rate": RATE, "training.warmup_steps": 0,
         "plugins.batch.effective": STEP, "data.text": json.dumps(work.text), "data.max_length": 256,
-        **({} if work.bf16 or work.device == "cuda" else {"plugins.precision.dtype": "fp32"}),
+        "plugins.precision.dtype": work.dtype,
     }  # fmt: skip
     assignments = [f"{key}={value}" for key, value in given.items()]
     with tempfile.TemporaryDirectory() as folder:
