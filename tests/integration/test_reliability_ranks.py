@@ -26,7 +26,6 @@ from integration.ranks_folder import RUN
 from integration.reliability import Work, status, step_of
 from safetensors.torch import load_file
 
-from hwopt.runs.folder import lock_run_folder
 from hwopt.saving import reader as resume
 from hwopt.system import signals
 from hwopt.testing import launcher, logged, relative_error
@@ -118,12 +117,11 @@ class Launch:
     work: Work
     name: str
     command: Sequence[str]
-    by: str = ""
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mark = f"{self.work.folder}/{self.name}{self.by}"
-        self.output_path = self.work.folder / f"{self.name}{self.by}.out"
+        self.mark = f"{self.work.folder}/{self.name}"
+        self.output_path = self.work.folder / f"{self.name}.out"
         with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -281,40 +279,3 @@ def test_ranks_end_with_their_launcher(work: Work, undisturbed: Path, accelerate
     assert status(launch.run)["exit_code"] == 143, launch.output
     assert resume.list_checkpoints(launch.run)
     work.resumes_exactly(launch.name, undisturbed)
-
-
-LAUNCHERS = {
-    "hwopt": [str(Path(sys.executable).with_name("hwopt"))],
-    "python -m hwopt": PROCESSES,
-    "--processes 2": PROCESSES,
-    "accelerate launch": LAUNCH,
-}
-ENDINGS = {
-    0: ["--set", "training.max_steps=3"],
-    2: ["--set", "training.learning_rat=1"],
-    4: ["--set", "data.label=lable"],
-    5: ["--set", "training.learning_rate=1e30"],
-    8: [],
-}
-
-
-@pytest.mark.soak
-def test_exit_code_is_the_same_under_every_launcher(work: Work, figures: Figures) -> None:
-    """Exit codes follow docs/exit-codes.md. `accelerate launch` exits with 1 for each of them; status.json has the original."""
-    for code in ENDINGS:
-        with lock_run_folder(work.run("in-use"), resume=True):
-            launches = {by: ends_with(work, by, code) for by in LAUNCHERS}
-            for by, launch in launches.items():
-                assert launch.wait() == (1 if code and by == "accelerate launch" else code), (by, launch.output)
-                launch.assert_no_process_left()
-                assert "CalledProcessError" not in launch.output
-                # no status.json if the run has no folder, or if another process owns the folder
-                assert launch.run.joinpath("status.json").exists() == (code in (0, 5)), by
-                assert code not in (0, 5) or status(launch.run)["exit_code"] == code, by
-    figures("launchers", f"{len(LAUNCHERS) * len(ENDINGS)} endings under {len(LAUNCHERS)} launchers: the same code everywhere")
-
-
-def ends_with(work: Work, by: str, code: int) -> Launch:
-    name = "in-use" if code == 8 else f"{code} by {by}".replace(" ", "-")
-    ranks = ["--processes", "2"] if by == "--processes 2" else []
-    return Launch(work, name, [*LAUNCHERS[by], *RUN, "--name", name, *ENDINGS[code], *ranks], by)
