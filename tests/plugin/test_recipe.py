@@ -4,6 +4,7 @@ import pytest
 from event_calls import calling
 
 from hwopt.errors import PluginError
+from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Collision, Recipe
 
 
@@ -62,3 +63,29 @@ def test_lists_and_handlers_are_shared() -> None:
             recipe.process.append(author)  # type: ignore[arg-type]
             recipe.accelerator["kwargs_handlers"].append(author)
     assert list(recipe.process) == list(recipe.accelerator["kwargs_handlers"]) == ["first", "second"]
+
+
+class Swallowing:
+    """A context that suppresses errors, and raises one itself if it is told to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.seen = fails, ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        self.seen = repr(error)
+        if self.fails:
+            raise RuntimeError("cannot restore")
+        return True
+
+
+@pytest.mark.parametrize(("fails", "expected"), [(False, "of the run"), (True, "plugin 'a': recipe.process .*cannot restore")])
+def test_process_context_sees_errors_of_the_run_and_cannot_suppress_them(fails: bool, expected: str) -> None:
+    recipe, context = Recipe(), Swallowing(fails)
+    with recipe.written_by("plugin 'a'"):
+        recipe.process.append(lambda: context)
+    with pytest.raises(PluginError if fails else ValueError, match=expected), guarded_context(recipe.process[0]):
+        raise ValueError("of the run")
+    assert "of the run" in context.seen
