@@ -15,8 +15,8 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import Hardware, Support
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
 
 SETTING = "expandable_segments"
 
@@ -56,27 +56,27 @@ def expandable_segments() -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(before or f"{SETTING}:False")
 
 
-class Allocator(Plugin):
+class Allocator(hw.Plugin):
     name = "allocator"
-    stage = Stage.PROCESS
+    stage = hw.Stage.PROCESS
     effect = "bits"
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         capability = has_virtual_memory(context.hardware)
-        return Decision.apply(capability.reason) if capability else Decision.skip(capability.reason)
+        return hw.Decision.apply(capability.reason) if capability else hw.Decision.skip(capability.reason)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.process.append(expandable_segments)
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         import torch
 
         segments = torch.cuda.memory_snapshot()
         expandable = [segment for segment in segments if segment.get("is_expandable")]
-        sizes, expandable_sizes = (sum(segment["total_size"] for segment in group) for group in (segments, expandable))
-        share = expandable_sizes / max(1, sizes)
+        size, whole = (sum(segment["total_size"] for segment in group) for group in (expandable, segments))
+        share = size / max(1, whole)
         seen = f"{len(expandable)} of {len(segments)} allocator segments are expandable, with {share:.0%} of the memory"
         if not segments:
-            return Evidence.unknown(seen)
+            return hw.Evidence.unknown(seen)
         # the others may hold tensors of earlier work of the process
-        return Evidence.active(seen) if share > 0.5 else Evidence.inactive(seen)
+        return hw.Evidence.active(seen) if share > 0.5 else hw.Evidence.inactive(seen)

@@ -14,26 +14,13 @@ because the loss is divided once, by the count of the whole step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log2
+from math import ceil, log2
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from hwopt import plugin as hw
 from hwopt.errors import PluginError
-from hwopt.plugin import (
-    BatchSizes,
-    Choice,
-    Context,
-    Decision,
-    Evidence,
-    FitsMemory,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    RunView,
-    Scale,
-    Stage,
-)
 
 MOST_EVAL_RATIO = 4  # a larger evaluation batch may not fit although training does
 MAX_ROWS = 1_000_000  # a larger value is a typing error
@@ -42,7 +29,7 @@ Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
 def micro_batches(effective: int, train: int, world_size: int) -> int:
     """The most micro-batches of up to `train` samples that a rank needs for its part of `effective` samples."""
-    return -(-effective // (train * world_size))
+    return ceil(effective / (train * world_size))
 
 
 def candidate_rows(maximum: int) -> list[int]:
@@ -51,28 +38,23 @@ def candidate_rows(maximum: int) -> list[int]:
     return [maximum, *sorted((size for size in steps if size < maximum), reverse=True)]
 
 
-def halves(number: int) -> list[int]:
-    """`number` halved again and again, rounded down, to 1."""
-    return [number >> shift for shift in range(number.bit_length())]
-
-
-def split(step: int, rows: int, number: int, options: Batch.Options) -> Choice:
+def split(step: int, rows: int, number: int, options: Batch.Options) -> hw.Choice:
     """The `step` rows of an optimizer step in `number` micro-batches of up to `rows` on each rank."""
     changes = {"train": rows}
     if options.effective is None:
         steps, rest = divmod(step, rows)
         changes |= {"effective": step} if rest else {"gradient_accumulation_steps": steps}
     micro = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-    return Choice(
+    return hw.Choice(
         changes=changes | evaluation_for(rows, options),
         note=f"{micro} per step; {step} rows per step as before",
         time=1.0 + 0.03 * log2(number),
     )
 
 
-def larger_step(step: int, rows: int, factor: int) -> Choice:
+def larger_step(step: int, rows: int, factor: int) -> hw.Choice:
     """`factor` times the rows of an optimizer step, in micro-batches of `factor` times the `rows`."""
-    return Choice(
+    return hw.Choice(
         changes={"train": rows * factor, "effective": step * factor},
         note=f"{step * factor} rows per step instead of {step}: another effective batch and learning rate",
         alters=True,
@@ -98,14 +80,14 @@ def settings_of(options: Batch.Options) -> dict[str, int]:
     return {key: value for key, value in given.items() if isinstance(value, int)}
 
 
-def sizes_of(options: Batch.Options) -> BatchSizes:
+def sizes_of(options: Batch.Options) -> hw.BatchSizes:
     """The sizes that `options` ask for on one rank. No option is "auto" any more."""
-    return BatchSizes.of(settings_of(options))
+    return hw.BatchSizes.of(settings_of(options))
 
 
-class Batch(Plugin):
+class Batch(hw.Plugin):
     name = "batch"
-    stage = Stage.DATA
+    stage = hw.Stage.DATA
     effect = "rounding"  # batch sizes are hyperparameters: with equal values the results agree up to rounding
     aliases: ClassVar[Mapping[str, str]] = {
         "per_device_train_batch_size": "train",
@@ -115,21 +97,18 @@ class Batch(Plugin):
         "auto_find_batch_size": "train = 'auto'",
     }
 
-    class Options(PluginOptions):
-        train: Annotated[Rows | Literal["auto"], FitsMemory()] = Field(
+    class Options(hw.PluginOptions):
+        train: Annotated[Rows | Literal["auto"], hw.FitsMemory()] = Field(
             default=8, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
         )
-        eval: Annotated[Rows | Literal["auto"] | None, FitsMemory()] = Field(
+        eval: Annotated[Rows | Literal["auto"] | None, hw.FitsMemory()] = Field(
             default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
         )
-        gradient_accumulation_steps: int | None = Field(
-            default=None, gt=0, le=MAX_ROWS, description="Micro-batches per optimizer step on one rank; default 1."
+        gradient_accumulation_steps: Rows | None = Field(
+            default=None, description="Micro-batches per optimizer step on one rank; default 1."
         )
-        effective: int | None = Field(
-            default=None,
-            gt=0,
-            le=MAX_ROWS,
-            description="Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps.",
+        effective: Rows | None = Field(
+            default=None, description="Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps."
         )
 
         @model_validator(mode="after")
@@ -159,16 +138,16 @@ class Batch(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         world, effective = context.world_size, self.options.effective
         if "auto" in (self.options.train, self.options.eval):
             candidates = self.candidates(world)
             if len(candidates) == 1:
-                return Decision.apply("one row per rank, the only possible size", candidates[0])
-            return Decision.choose(candidates, "the most rows that fit into memory")
-        train, sizes = self.options.train, sizes_of(self.options)
+                return hw.Decision.apply("one row per rank, the only possible size", candidates[0])
+            return hw.Decision.choose(candidates, "the most rows that fit into memory")
+        train = self.options.train
         assert train != "auto", "chosen above"
-        evaluation, step_rows = sizes.eval, sizes.step
+        step_rows = sizes_of(self.options).step
         source = "train x gradient_accumulation_steps" if effective is None else "effective"
         if step_rows < world:
             raise PluginError(
@@ -179,9 +158,9 @@ class Batch(Plugin):
         overridden = effective is not None and self.options.gradient_accumulation_steps is not None
         instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if overridden else ""
         ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
-        return Decision.apply(
+        return hw.Decision.apply(
             f"{step_rows} rows per step{instead}{ranks}: {steps} micro-batch{'es' if steps > 1 else ''} of up to "
-            f"{min(train, -(-step_rows // world))}{each}; {evaluation} rows in evaluation"
+            f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval} rows in evaluation"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:
@@ -190,41 +169,41 @@ class Batch(Plugin):
         if options.train != "auto":
             return [options.model_copy(update={"eval": rows}) for rows in candidate_rows(4 * max(options.train, 64))]
         evaluation = None if options.eval == "auto" else options.eval
-        rank_rows = -(-(options.effective or 1) // world_size)
+        rank_rows = ceil((options.effective or 1) / world_size)
         return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         settings = settings_of(self.options)
         recipe.batch.update({"train": settings["train"], "eval": sizes_of(self.options).eval} | settings)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """The rows of a micro-batch, with the same rows per step; more rows per step; the rows of an evaluation batch."""
         if options is None:
             return []
         step, evaluation = sizes_of(options).step, sizes_of(options).eval
         share = micro_batches(step, 1, context.world_size)
         present = min(options.train, share)
-        sizes = sorted({-(-share // number) for number in candidate_rows(share)} | {present})
+        sizes = sorted({ceil(share / number) for number in candidate_rows(share)} | {present})
         rows = [split(step, size, micro_batches(share, size, 1), options) for size in sizes]
         if present == share:  # one micro-batch holds all rows of a step
             rows += [larger_step(step, options.train, factor) for factor in (2, 4, 8, 16)]
-        evaluations = sorted({*halves(evaluation)[::3], 1})
-        smaller = [Choice(changes={"eval": size}, note="smaller evaluation batches") for size in evaluations]
+        eighths = sorted({evaluation >> shift for shift in range(0, evaluation.bit_length(), 3)} | {1})
+        smaller = [hw.Choice(changes={"eval": size}, note="smaller evaluation batches") for size in eighths]
         scales = [
-            Scale(choices=tuple(rows), present=sizes.index(present), tune=True),
-            Scale(choices=tuple(smaller), present=len(smaller) - 1),
+            hw.Scale(choices=tuple(rows), present=sizes.index(present), tune=True),
+            hw.Scale(choices=tuple(smaller), present=len(smaller) - 1),
         ]
         return [scale for scale in scales if len(scale.choices) > 1]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         step, sampler, world = run.last_step_batch, run.train_loader.sampler, run.world_size
         shapes = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
         seen = f"{step.rows} rows on this rank of {world}, in {len(step.sizes)} micro-batch(es) of rows x tokens {shapes}"
         if (step.step.index + 1) % sampler.steps_per_epoch == 0:
-            return Evidence.unknown(f"the last step of an epoch may be smaller: {seen}")
+            return hw.Evidence.unknown(f"the last step of an epoch may be smaller: {seen}")
         # ranks differ by one row if their number does not divide the rows of the step
-        return Evidence.active(seen, rows_per_step=range(step.rows * world - world + 1, step.rows * world + world))
+        return hw.Evidence.active(seen, rows_per_step=range(step.rows * world - world + 1, step.rows * world + world))
 
     def expects(self) -> Mapping[str, Any]:
         return {"rows_per_step": sizes_of(self.options).step}

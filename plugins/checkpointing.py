@@ -2,10 +2,8 @@
 
 `layers = "all"` checkpoints every layer, `layers = n` every n-th one. `layers = "selective"` stores the results of matrix
 products and attention, and recomputes only cheap operations (norms, activations, dropout).
-`offload = true` also moves the stored inputs to pinned host memory until the backward pass, with torch's `save_on_cpu`. Then the
-device holds the input of one layer at a time, whatever the number of layers.
-Non-reentrant checkpointing also works with frozen inputs, as after `get_peft_model`. The reentrant variant gives frozen inputs
-no gradient and only warns (transformers#21381).
+`offload = true` also moves the stored inputs to pinned host memory until the backward pass. Then the device holds the input of
+one layer at a time, whatever the number of layers.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html.
 Hardware: any; offload needs CUDA.
@@ -23,23 +21,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from hwopt import plugin as hw
 from hwopt.errors import PluginError
-from hwopt.plugin import (
-    OFF,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-    first_names,
-)
 
 Layers = Literal["all", "selective"] | Annotated[int, Field(ge=1)]
 
@@ -101,6 +84,7 @@ def checkpoint_layers(model: Any, layers: Layers = "all", offload: bool = False)
     from torch.utils.checkpoint import checkpoint
 
     settings: dict[str, Any] = {"context_fn": keep_products} if layers == "selective" else {}
+    # the reentrant variant gives frozen inputs, as after `get_peft_model`, no gradient (transformers#21381)
     run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **settings)
     if offload:
         run = HostInputs(run)
@@ -129,14 +113,14 @@ def described(layers: Layers, count: int, offload: bool = False) -> tuple[float,
     return 1 + 0.33 / layers, f"recomputes the forward pass of one in {layers} layers", f"one in {layers} of {count} layers"
 
 
-class Checkpointing(Plugin):
+class Checkpointing(hw.Plugin):
     name = "checkpointing"
-    stage = Stage.MODEL
+    stage = hw.Stage.MODEL
     effect = "bits"
-    relations = Relations(
+    relations = hw.Relations(
         after=("adapter",),  # PEFT may replace modules
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 plugin="compile",
                 why="a compiled layer cannot move its input to the host; set offload = false, or remove [plugins.compile]",
                 when=lambda checkpointing, compiled: checkpointing.offload,
@@ -150,7 +134,7 @@ class Checkpointing(Plugin):
         "enable_activation_offloading": "offload = true",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         layers: Layers = Field(
             default="all", description='"all", "selective" (store matrix products and attention), or n: every n-th layer.'
         )
@@ -167,21 +151,23 @@ class Checkpointing(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         model, layers = context.model, self.options.layers
         if not model.supports_checkpointing:
-            return Decision.skip(f"{model.architecture} does not support activation checkpointing")
+            return hw.Decision.skip(f"{model.architecture} does not support activation checkpointing")
         if isinstance(layers, int) and layers > model.layers:
             to = self.options.model_copy(update={"layers": model.layers})
-            return Decision.fallback(to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}")
+            return hw.Decision.fallback(
+                to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}"
+            )
         able = context.hardware.can("offload")
         if self.options.offload and not able:
             to = self.options.model_copy(update={"offload": False})
-            return Decision.fallback(to, f"{able.reason}; the inputs of the layers stay there")
-        return Decision.apply(described(layers, model.layers, self.options.offload)[2])
+            return hw.Decision.fallback(to, f"{able.reason}; the inputs of the layers stay there")
+        return hw.Decision.apply(described(layers, model.layers, self.options.offload)[2])
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        def enable(model: Any, run: RunView) -> Any:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        def enable(model: Any, run: hw.RunView) -> Any:
             if checkpoint_layers(model, self.options.layers, self.options.offload) == 0:
                 raise PluginError(
                     f"plugin 'checkpointing': {type(model).__name__} claims to support checkpointing but has no "
@@ -192,7 +178,7 @@ class Checkpointing(Plugin):
         recipe.model_steps.append(enable)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """Fewer and fewer layers, and off; on a GPU also whether the inputs of the layers stay there.
 
         Turning it on costs time, but may make room for larger micro-batches. Only a forecast with the card's peaks tells.
@@ -202,36 +188,34 @@ class Checkpointing(Plugin):
         keep = {"offload": False} if options is not None and options.offload else {}
         every = {each for each in (2, options and options.layers) if isinstance(each, int) and each <= context.model.layers}
         layers: list[Layers] = ["all", *sorted(every), "selective"]
-        choices = []
-        for each in layers:
-            time, note, _ = described(each, context.model.layers)
-            choices.append(Choice(changes={"layers": each, **keep}, note=note, time=time))
-        choices.append(replace(OFF, note="stores all activations, computes no layer twice"))
+        about = {each: described(each, context.model.layers) for each in layers}
+        choices = [hw.Choice(changes={"layers": each, **keep}, note=note, time=time) for each, (time, note, _) in about.items()]
+        choices.append(replace(hw.OFF, note="stores all activations, computes no layer twice"))
         present = len(layers) if options is None else layers.index(options.layers)
-        scales = [Scale(choices=tuple(choices), present=present, tune=options is not None or context.card is not None)]
+        scales = [hw.Scale(choices=tuple(choices), present=present, tune=options is not None or context.card is not None)]
         if context.hardware.can("offload"):
             on_host = "recomputes every layer, and moves the layer inputs to host memory"
-            moved = Choice(changes={"layers": "all", "offload": True}, note=on_host, time=1.4)
+            moved = hw.Choice(changes={"layers": "all", "offload": True}, note=on_host, time=1.4)
             time = moved.time if keep else choices[present].time
-            stay = Choice(changes={"offload": False}, note="keeps the layer inputs on the device", time=time)
-            scales.append(Scale(choices=(moved, stay), present=0 if keep else 1))
+            stay = hw.Choice(changes={"offload": False}, note="keeps the layer inputs on the device", time=time)
+            scales.append(hw.Scale(choices=(moved, stay), present=0 if keep else 1))
         return scales
 
-    def on_oom(self, run: RunView) -> str | None:
+    def on_oom(self, run: hw.RunView) -> str | None:
         if any(module._compiled_call_impl is not None for module in run.inner_model.modules()):
             return None  # a compiled graph cannot be changed
         count = checkpoint_layers(run.inner_model)
         return f"activations of {count} layers are recomputed instead of stored (about a third slower)" if count else None
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         layers = repeated_layers(run.inner_model)
         on = {name: layer for name, layer in layers.items() if layer.gradient_checkpointing}
         every = interval_of(list(layers), list(on))
         seen = f"on in {len(on)} of {len(layers)} layers"
         if not every:
-            seen += f"; off in {first_names([name for name in layers if name not in on])}"
+            seen += f"; off in {hw.first_names([name for name in layers if name not in on])}"
         if not on:
-            return Evidence.inactive(seen, offload=False, every=every)
+            return hw.Evidence.inactive(seen, offload=False, every=every)
         host = next((found for layer in on.values() if isinstance(found := layer._gradient_checkpointing_func, HostInputs)), None)
         offload = host is not None and host.count > 0
         if host is not None:
@@ -243,12 +227,12 @@ class Checkpointing(Plugin):
         seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"
         found = {"offload": offload, "every": every}
         if stored := never_recomputed(run, on):
-            names = first_names(stored)
-            return Evidence.inactive(f"{seen}; {len(stored)} of {len(on)} layers were not recomputed: {names}", **found)
+            names = hw.first_names(stored)
+            return hw.Evidence.inactive(f"{seen}; {len(stored)} of {len(on)} layers were not recomputed: {names}", **found)
         if not calls:
             why = "recomputation cannot be counted without a call of attention"
-            return Evidence.unknown(f"{seen}; {why}", **found)
-        return Evidence("active" if calls > forward_calls else "inactive", seen, found)
+            return hw.Evidence.unknown(f"{seen}; {why}", **found)
+        return hw.Evidence("active" if calls > forward_calls else "inactive", seen, found)
 
     def expects(self) -> Mapping[str, Any]:
         return {"offload": self.options.offload, "every": interval(self.options.layers)}
@@ -259,7 +243,7 @@ def interval_of(layers: list[str], on: list[str]) -> int:
     return next((every for every in range(1, len(layers) + 1) if on == layers[::every]), 0)
 
 
-def never_recomputed(run: RunView, on: Mapping[str, Any]) -> list[str]:
+def never_recomputed(run: hw.RunView, on: Mapping[str, Any]) -> list[str]:
     """The names of the checkpointed layers `on` whose modules ran only once for each micro-batch of the observed step.
 
     A recomputation calls them again. Empty if calls were not counted. Frozen layers below the first trained weight have no

@@ -23,21 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from hwopt.plugin import (
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-    first_names,
-)
+from hwopt import plugin as hw
 
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -107,13 +93,13 @@ def _compiled_or_eager(module: Any, compiled: Any, modules: list[Any], warn: Any
     return module(*args, **kwargs)
 
 
-class Compile(Plugin):
+class Compile(hw.Plugin):
     name = "compile"
-    stage = Stage.COMPILE
+    stage = hw.Stage.COMPILE
     effect = "rounding"
-    relations = Relations(
+    relations = hw.Relations(
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 lacks="whole_graph",
                 why="the engine gathers and frees weights in module hooks, which a graph of the whole model bypasses; "
                 'set scope = "block"',
@@ -126,7 +112,7 @@ class Compile(Plugin):
         "torch_compile_mode": "mode",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
             default="default",
             description="Mode of torch.compile; on a CUDA device those with CUDA graphs run without graphs.",
@@ -147,41 +133,41 @@ class Compile(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         hardware = context.hardware
         if hardware.compiler is None:
-            return Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++ and cl on PATH")
+            return hw.Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++ and cl on PATH")
         if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
-            return Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
+            return hw.Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
-            return Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
+            return hw.Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
         if hardware.device_type == "cuda" and (mode := WITHOUT_GRAPHS.get(self.options.mode)):
-            found = type(self)(self.options.model_copy(update={"mode": mode})).probe(context)
-            options = found.options[0] if found.options else self.options.model_copy(update={"mode": mode})
+            without = self.options.model_copy(update={"mode": mode})
+            found = type(self)(without).probe(context)
             why = f"{self.options.mode} records CUDA graphs, which several micro-batches of a step would overwrite"
-            return Decision.fallback(options, f"{why}; {found.reason}")
+            return hw.Decision.fallback((*found.options, without)[0], f"{why}; {found.reason}")
         if context.task.inputs == "images":
-            return Decision.apply(f"{self.options.scope}, mode {self.options.mode}, images of one size")
+            return hw.Decision.apply(f"{self.options.scope}, mode {self.options.mode}, images of one size")
         limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
         limit, what = min(limits, default=None), f"{self.options.scope}, mode {self.options.mode}"
         if self.options.widths == "auto":
             widths = fixed_widths(limit)
             to = self.options.model_copy(update={"widths": widths})
-            return Decision.apply(f"{what}, {len(widths)} widths up to {widths[-1]}", to)
+            return hw.Decision.apply(f"{what}, {len(widths)} widths up to {widths[-1]}", to)
         widest = self.options.widths[-1]
         if limit and widest < limit:
             to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})
-            return Decision.fallback(to, f"samples can have {limit} tokens, the largest of widths is {widest}; {limit} added")
-        return Decision.apply(f"{what}, widths {list(self.options.widths)}")
+            return hw.Decision.fallback(to, f"samples can have {limit} tokens, the largest of widths is {widest}; {limit} added")
+        return hw.Decision.apply(f"{what}, widths {list(self.options.widths)}")
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         widths, mode, scope = self.options.widths, self.options.mode, self.options.scope
         if context.task.inputs == "tokens":
             assert widths != "auto", "probe() replaces it"
             recipe.batch["widths"] = widths
         recipe.process.append(partial(compiler_limits, 1 if widths == "auto" else len(widths)))
 
-        def compile_model(run: RunView) -> None:
+        def compile_model(run: hw.RunView) -> None:
             blocks = repeated_blocks(run.inner_model) if scope == "block" else []
             # look up run.warn at the time of the warning: the loop sets it after this step
             compile_in_place(blocks or [run.inner_model], mode, lambda message: run.warn(message))
@@ -189,15 +175,13 @@ class Compile(Plugin):
         recipe.prepared_steps.append(compile_model)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """Off, or on for the repeated layers or the whole model."""
-        scopes = ("block", "model")
-        changes: list[dict[str, Any]] = [{"enabled": False}, *({"scope": scope} for scope in scopes)]
-        present = 0 if options is None else 1 + scopes.index(options.scope)
-        choices = tuple(Choice(changes=each) for each in changes)
-        return [Scale(choices=choices, present=present, ordered=False, tune=True)]
+        choices = (hw.OFF, hw.Choice(changes={"scope": "block"}), hw.Choice(changes={"scope": "model"}))
+        present = 0 if options is None else ("off", "block", "model").index(options.scope)
+        return [hw.Scale(choices=choices, present=present, ordered=False, tune=True)]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         import torch._dynamo.utils
 
         compiled = [type(m).__name__ for m in run.inner_model.modules() if m._compiled_call_impl is not None]
@@ -207,15 +191,14 @@ class Compile(Plugin):
         seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} call(s) of compiled graphs in step 1, "
         seen += f"{breaks} graph break(s) in this process"
         if not run.observation.operators:
-            return Evidence.unknown(f"{seen}; no operators were recorded")
+            return hw.Evidence.unknown(f"{seen}; no operators were recorded")
         if left := eager_blocks(run.inner_model):
-            return Evidence.inactive(f"{seen}; {len(left)} repeated layer(s) stayed eager: {first_names(left)}")
-        return Evidence.active(seen) if compiled and graphs else Evidence.inactive(seen)
+            return hw.Evidence.inactive(f"{seen}; {len(left)} repeated layer(s) stayed eager: {hw.first_names(left)}")
+        return hw.Evidence.active(seen) if compiled and graphs else hw.Evidence.inactive(seen)
 
 
 def eager_blocks(model: Any) -> list[str]:
     """The names of the repeated layers that run eagerly although others of them are compiled."""
-    blocks = list(map(id, repeated_blocks(model)))
-    named = {name: module for name, module in model.named_modules() if id(module) in blocks}
-    eager = [name for name, module in named.items() if module._compiled_call_impl is None]
-    return eager if len(eager) < len(named) else []
+    blocks = set(repeated_blocks(model))
+    eager = [name for name, module in model.named_modules() if module in blocks and module._compiled_call_impl is None]
+    return eager if len(eager) < len(blocks) else []

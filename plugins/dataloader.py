@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Values of `num_workers` that are worth a trial."""
@@ -35,9 +35,9 @@ def auto_workers(cores: int) -> int:
     return min(MAX_WORKERS, cores - 1) if cores > 2 else 0
 
 
-class Dataloader(Plugin):
+class Dataloader(hw.Plugin):
     name = "dataloader"
-    stage = Stage.DATA
+    stage = hw.Stage.DATA
     effect = "bits"
     aliases: ClassVar[Mapping[str, str]] = {
         "dataloader_num_workers": "num_workers",
@@ -46,7 +46,7 @@ class Dataloader(Plugin):
         "dataloader_persistent_workers": "persistent_workers",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
             default="auto", description='Worker processes per rank, or "auto".'
         )
@@ -61,16 +61,17 @@ class Dataloader(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         options, hardware = self.options, context.hardware
         cores, cuda = cores_of_a_rank(hardware, context.world_size), hardware.device_type == "cuda"
         workers = auto_workers(cores) if options.num_workers == "auto" else options.num_workers
         pinned = cuda and not hardware.unified_memory if options.pin_memory == "auto" else options.pin_memory
         start, reasons = options.multiprocessing_context, []
-        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a process, {'pinned' if pinned else 'not pinned'}"
+        where = "pinned" if pinned else "not pinned"
+        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a process, {where}"
         if workers > cores and hardware.source == "described":
-            found = f"they need {workers} cores a process, which this machine does not have ({cores})"
-            text = f"{named(workers, 'worker')}, {'pinned' if pinned else 'not pinned'}; {found}"
+            text = f"{named(workers, 'worker')}, {where}; "
+            text += f"they need {workers} cores a process, which this machine does not have ({cores})"
         elif workers > cores:
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
             workers = cores
@@ -82,22 +83,18 @@ class Dataloader(Plugin):
             start = "spawn"
         to = options.model_copy(update={"num_workers": workers, "pin_memory": pinned, "multiprocessing_context": start})
         if reasons:
-            return Decision.fallback(to, f"{'; '.join(reasons)}; {named(workers, 'worker')}")
-        return Decision.apply(text, to)
+            return hw.Decision.fallback(to, f"{'; '.join(reasons)}; {named(workers, 'worker')}")
+        return hw.Decision.apply(text, to)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        assert "auto" not in (self.options.num_workers, self.options.pin_memory), "probe() replaces them"
-        recipe.loader["num_workers"] = self.options.num_workers
-        recipe.loader["pin_memory"] = self.options.pin_memory
-        if self.options.num_workers == 0:
-            return  # torch rejects the other settings without workers
-        recipe.loader["prefetch_factor"] = self.options.prefetch_factor
-        recipe.loader["persistent_workers"] = self.options.persistent_workers
-        if self.options.multiprocessing_context is not None:
-            recipe.loader["multiprocessing_context"] = self.options.multiprocessing_context
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        settings = self.options.model_dump(exclude_none=True)
+        assert "auto" not in settings.values(), "probe() replaces it"
+        # torch rejects the other settings without workers
+        without_workers = {"num_workers": 0, "pin_memory": self.options.pin_memory}
+        recipe.loader.update(settings if self.options.num_workers else without_workers)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """The number of workers up to the cores of a rank, and what each prepares ahead."""
         if options is None:
             return []
@@ -105,7 +102,7 @@ class Dataloader(Plugin):
         scales = [scale("num_workers", {n for n in NUMBERS if n <= cores}, workers, parallel=True)]
         return [*scales, scale("prefetch_factor", {2, 4, 8}, options.prefetch_factor)] if workers else scales
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         loader, pinned = run.train_loader, run.last_step_batch.pinned
         # a loader keeps its iterator only if its workers are persistent
         alive = [worker for worker in getattr(getattr(loader, "_iterator", None), "_workers", ()) if worker.is_alive()]
@@ -114,7 +111,7 @@ class Dataloader(Plugin):
         if loader.num_workers:
             seen += f"; prefetch_factor {loader.prefetch_factor}, persistent_workers {loader.persistent_workers}"
         workers = len(alive) if loader.persistent_workers else loader.num_workers
-        return Evidence.active(seen, num_workers=workers, pinned=pinned)
+        return hw.Evidence.active(seen, num_workers=workers, pinned=pinned)
 
     def expects(self) -> Mapping[str, Any]:
         return {"num_workers": self.options.num_workers, "pinned": self.options.pin_memory}
@@ -125,8 +122,8 @@ def named(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def scale(option: str, values: set[int], present: int, parallel: bool = False) -> Scale:
+def scale(option: str, values: set[int], present: int, parallel: bool = False) -> hw.Scale:
     """The choices of an option of the workers, with the `present` one."""
     ordered = sorted(values | {present})
-    choices = tuple(Choice(changes={option: value}) for value in ordered)
-    return Scale(choices=choices, present=ordered.index(present), input=True, parallel=parallel, tune=True)
+    choices = tuple(hw.Choice(changes={option: value}) for value in ordered)
+    return hw.Scale(choices=choices, present=ordered.index(present), input=True, parallel=parallel, tune=True)

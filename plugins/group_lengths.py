@@ -1,8 +1,7 @@
 """Length grouping over the epoch: samples of similar length share an optimizer step, and the steps are shuffled.
 
-Almost no padding is left, less than with `length_batching` alone, but a step contains samples of one length only. The grouping
-of Hugging Face's Trainer sorts mega-batches, so its loss oscillates (transformers#20810). Here the lengths of consecutive steps
-are independent.
+Almost no padding is left, but a step contains samples of one length only. The grouping of Hugging Face's Trainer sorts
+mega-batches, so its loss oscillates (transformers#20810). Here the lengths of consecutive steps are independent.
 
 Source: bucketing, Khomenko et al. 2016 (arXiv:1708.05604).
 Hardware: any.
@@ -18,7 +17,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt import plugin as hw
 
 
 def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, noise: float = 0.1) -> Any:
@@ -40,35 +39,37 @@ def grouped(lengths: Sequence[int] | Any, seed: int, epoch: int, rows: int, nois
     return np.concatenate([groups.ravel(), last])
 
 
-class GroupLengths(Plugin):
+class GroupLengths(hw.Plugin):
     name = "group_lengths"
-    stage = Stage.DATA
+    stage = hw.Stage.DATA
     effect = "method"
     aliases: ClassVar[Mapping[str, str]] = {
         "group_by_length": "enabled = true",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         noise: float = Field(
             default=0.1, ge=0, le=1, description="Random change of each length before sorting, as a fraction of the length."
         )
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if context.task.inputs == "images":
-            return Decision.skip("images of one size need no padding")
-        return Decision.apply(f"samples with lengths within about {self.options.noise:.0%} share a step; steps in random order")
+            return hw.Decision.skip("images of one size need no padding")
+        return hw.Decision.apply(
+            f"samples with lengths within about {self.options.noise:.0%} share a step; steps in random order"
+        )
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.order = partial(grouped, noise=self.options.noise)
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         import numpy as np
 
         lengths, samples = run.train_loader.sampler.lengths, run.last_step_batch.step.samples
         within, overall = float(np.std([int(lengths[index]) for index in samples])), float(np.std(lengths))
         seen = f"standard deviation of lengths: {within:.1f} tokens in the last step, {overall:.1f} tokens in the data"
         if overall == 0 or len(samples) in (1, len(lengths)):
-            return Evidence.unknown(f"nothing to group: {seen}")
-        return Evidence.active(seen) if within < 0.75 * overall else Evidence.inactive(seen)
+            return hw.Evidence.unknown(f"nothing to group: {seen}")
+        return hw.Evidence.active(seen) if within < 0.75 * overall else hw.Evidence.inactive(seen)

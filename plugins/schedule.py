@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Stage
+from hwopt import plugin as hw
 
 
 def warmup_steps(ratio: float, total_steps: int) -> int:
@@ -25,38 +25,38 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
     return -int(-ratio * total_steps // 1)
 
 
-class Schedule(Plugin):
+class Schedule(hw.Plugin):
     name = "schedule"
-    stage = Stage.LOOP
+    stage = hw.Stage.LOOP
     effect = "rounding"  # the warm-up is a hyperparameter: with equal values the results agree up to rounding
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         warmup_ratio: float = Field(
             default=0.06, ge=0, lt=1, description="Fraction of all optimizer steps, at least 0 and below 1."
         )
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         reason = f"the learning rate grows from 0 over the first {self.options.warmup_ratio:.1%} of the steps"
         for key in ("warmup_steps", "warmup_ratio"):
             value = getattr(context.job.training, key)
             if value is not None:
-                return Decision.apply(f"overridden by training.{key} = {value} of the job; without it: {reason}")
-        return Decision.apply(reason)
+                return hw.Decision.apply(f"overridden by training.{key} = {value} of the job; without it: {reason}")
+        return hw.Decision.apply(reason)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.training["warmup_ratio"] = self.options.warmup_ratio
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         scheduler = run.scheduler
         factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
         rate, base = float(scheduler.optimizer.param_groups[0]["lr"]), float(scheduler.base_lrs[0])
         grows = next((step for step in range(run.total_steps) if factor(step + 1) <= factor(step)), run.total_steps)
         seen = f"learning rate {rate:.3g} of {base:.3g} after {done} steps; warm-up over {grows} of {run.total_steps} steps"
         if not isclose(rate, base * factor(done), rel_tol=1e-6, abs_tol=1e-12):
-            return Evidence.inactive(f"{seen}; the schedule asks for {base * factor(done):.3g}")
-        return Evidence.active(seen, warmup=grows > 0 and factor(0) < factor(grows))
+            return hw.Evidence.inactive(f"{seen}; the schedule asks for {base * factor(done):.3g}")
+        return hw.Evidence.active(seen, warmup=grows > 0 and factor(0) < factor(grows))
 
     def expects(self) -> Mapping[str, Any]:
         return {"warmup": True}

@@ -15,15 +15,14 @@ Numerical effect: rounding. Every kernel computes softmax in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import Feature, Hardware
-from hwopt.plugin import Alias, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager"]
 EAGER: tuple[Kernel, ...] = ("eager",)
@@ -33,14 +32,12 @@ OPERATORS = {kernel: f"aten::_scaled_dot_product_{feature}" for kernel, feature 
 OPERATORS["math"] = "aten::_scaled_dot_product_attention_math"
 
 
-@contextmanager
-def attention_kernels(kernels: Sequence[str]) -> Iterator[None]:
+def attention_kernels(kernels: Sequence[str]) -> Any:
     """Inside the block, torch uses the first of `kernels` that supports a call. Restores the previous order afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = [getattr(SDPBackend, FEATURES.get(kernel, kernel).upper()) for kernel in kernels]
-    with sdpa_kernel(backends, set_priority=True):
-        yield
+    return sdpa_kernel(backends, set_priority=True)
 
 
 def runnable(kernels: Sequence[Kernel], hardware: Hardware) -> tuple[tuple[Kernel, ...], list[str]]:
@@ -62,15 +59,15 @@ def kernels_from(value: Any) -> Mapping[str, Any] | None:
     return {"prefer": list(kernels[value])} if value in kernels else None
 
 
-class Sdpa(Plugin):
+class Sdpa(hw.Plugin):
     name = "sdpa"
-    stage = Stage.MODEL
+    stage = hw.Stage.MODEL
     effect = "rounding"
-    aliases: ClassVar[Mapping[str, str | Alias]] = {
-        "attn_implementation": Alias("prefer", kernels_from),
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
+        "attn_implementation": hw.Alias("prefer", kernels_from),
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         prefer: tuple[Kernel, ...] = Field(
             default=("flash", "efficient", "cudnn", "math"),
             description='At least two kernels in order of preference, one of them "math"; or ["eager"]: attention without SDPA.',
@@ -93,21 +90,21 @@ class Sdpa(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if self.options.prefer == EAGER:
-            return Decision.apply("eager: attention without fused kernels, stores the score matrix")
+            return hw.Decision.apply("eager: attention without fused kernels, stores the score matrix")
         if not context.model.supports_sdpa:
-            return Decision.skip(f"{context.model.architecture} does not support scaled_dot_product_attention")
+            return hw.Decision.skip(f"{context.model.architecture} does not support scaled_dot_product_attention")
         kept, reasons = runnable(self.options.prefer, context.hardware)
         if context.hardware.device_type == "cpu" and context.model.attention_dropout > 0 and kept[0] == "flash":
             kept = ("math", "flash")
             reasons.append(f"flash: on a CPU it needs attention dropout 0 in training, found {context.model.attention_dropout:g}")
         text = f"{', '.join(kept)} in this order"
         if reasons:
-            return Decision.fallback(self.options.model_copy(update={"prefer": kept}), f"{'; '.join(reasons)}; takes {text}")
-        return Decision.apply(text)
+            return hw.Decision.fallback(self.options.model_copy(update={"prefer": kept}), f"{'; '.join(reasons)}; takes {text}")
+        return hw.Decision.apply(text)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         if self.options.prefer == EAGER:
             recipe.model_kwargs["attn_implementation"] = "eager"
             return
@@ -115,7 +112,7 @@ class Sdpa(Plugin):
         recipe.process.append(partial(attention_kernels, self.options.prefer))
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """Each kernel that the hardware has in the first place. Attention without SDPA is a baseline and not offered."""
         if options is None or options.prefer == EAGER or not context.model.supports_sdpa:
             return []
@@ -124,14 +121,14 @@ class Sdpa(Plugin):
         by_first: dict[str, list[Kernel]] = {}
         for order in orders:
             by_first.setdefault(order[0], order)
-        choices = tuple(Choice(changes={"prefer": order}) for order in by_first.values())
-        return [Scale(choices=choices, present=0, ordered=False, tune=True)] if len(choices) > 1 else []
+        choices = tuple(hw.Choice(changes={"prefer": order}) for order in by_first.values())
+        return [hw.Scale(choices=choices, present=0, ordered=False, tune=True)] if len(choices) > 1 else []
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         implementation = getattr(run.inner_model.config, "_attn_implementation", None)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
         if not forward:
-            return Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
+            return hw.Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")
         calls = {kernel: sum(forward[name] for name in forward if name.startswith(op)) for kernel, op in OPERATORS.items()}
         calls = {kernel: count for kernel, count in calls.items() if count}
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
@@ -141,7 +138,7 @@ class Sdpa(Plugin):
         if 0 < sum(calls.values()) < attention and forward.get("aten::_softmax"):
             seen += f"; {attention} calls of attention layers, so some ran without a fused kernel"
             kernels |= {"eager"}
-        return Evidence.active(seen, kernel=kernels or frozenset({"eager"}))
+        return hw.Evidence.active(seen, kernel=kernels or frozenset({"eager"}))
 
     def expects(self) -> Mapping[str, Any]:
         first, *rest = self.options.prefer

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
+from hwopt import plugin as hw
 
 
 @contextmanager
@@ -51,24 +51,24 @@ def older_interface() -> str:
         return "unreadable (other code mixed both interfaces)"
 
 
-class Tf32(Plugin):
+class Tf32(hw.Plugin):
     name = "tf32"
-    stage = Stage.PROCESS
+    stage = hw.Stage.PROCESS
     effect = "rounding"
     aliases: ClassVar[Mapping[str, str]] = {
         "tf32": "enabled = true",
     }
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         capability = context.hardware.can("tf32")
         if not capability:
-            return Decision.skip(capability.reason)
-        return Decision.apply(f"{capability.reason}; speeds up fp32 products only, not bf16 or fp16")
+            return hw.Decision.skip(capability.reason)
+        return hw.Decision.apply(f"{capability.reason}; speeds up fp32 products only, not bf16 or fp16")
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.process.append(tf32_kernels)
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         import torch
 
         backends: Any = torch.backends
@@ -77,7 +77,7 @@ class Tf32(Plugin):
         in_fp32, total = dtypes.get("float", 0), sum(dtypes.values())
         seen = f"matmul {matmul}, convolution {convolution}; allow_tf32 {older_interface()}; {in_fp32} of {total} matmuls in fp32"
         if not total:
-            return Evidence.unknown(f"no matmuls were recorded; {seen}")
+            return hw.Evidence.unknown(f"no matmuls were recorded; {seen}")
         if matmul == "tf32" and convolution == "tf32" and not in_fp32:  # which products are in fp32 is up to other plugins
-            return Evidence.unknown(f"{seen}, so TF32 had nothing to speed up")
-        return Evidence.active(seen) if matmul == "tf32" and convolution == "tf32" else Evidence.inactive(seen)
+            return hw.Evidence.unknown(f"{seen}, so TF32 had nothing to speed up")
+        return hw.Evidence.active(seen) if matmul == "tf32" and convolution == "tf32" else hw.Evidence.inactive(seen)

@@ -79,21 +79,13 @@ class GuardedOnce(Guarded):
 
 @contextmanager
 def guarded_context(make: Callable[[], Any]) -> Iterator[None]:
-    """A plugin's process context. Errors on entering and leaving name the plugin; errors inside the block are unchanged.
-
-    If the plugin's context suppresses an error of the block, the error is raised again.
-    """
-    block_error: BaseException | None = None
+    """A plugin's process context. Errors on entering and leaving name the plugin; it cannot suppress errors of the block."""
+    guard = plugin_guard(getattr(make, "who", "a plugin"), "recipe.process")
+    with guard:
+        context = make()
+        context.__enter__()
     try:
-        with make():
-            try:
-                yield
-            except BaseException as error:
-                block_error = error
-                raise
-    except BaseException as error:
-        if error is block_error:
-            raise
-        raise_plugin_error(error, getattr(make, "who", "a plugin"), "recipe.process")
-    if block_error is not None:
-        raise block_error
+        yield
+    finally:
+        with guard:
+            context.__exit__(*sys.exc_info())

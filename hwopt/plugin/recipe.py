@@ -11,17 +11,13 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from hwopt.errors import PluginError
 from hwopt.plugin.guard import Guarded, GuardedOnce
-from hwopt.plugin.run_view import EVENTS, Events, RunView
+from hwopt.plugin.run_view import EVENTS, Events
 from hwopt.text import listing, nearest, truncate
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 SLOTS = (
     "loss",
@@ -94,52 +90,29 @@ class Steps(MutableSequence[Any]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._steps)
 
-    def __eq__(self, other: object) -> bool:
-        return self._steps == (other._steps if isinstance(other, Steps) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class AllEvents(Events):
-    """The events of all plugins: each method calls that of every appended object, in order."""
+class AllEvents:
+    """The events of all plugins: each method of `Events` calls that of every appended object, in order."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in EVENTS}
-        self.objects: list[Events] = []
+        self._objects: list[Events] = []
 
     def append(self, events: Events) -> None:
         """Add the methods that the class of `events` overrides. Raises PluginError if one is not an event."""
-        names = overridden_by(events, self._recipe.author)
-        self.objects.append(events)
-        for name in names:
+        for name in overridden_by(events, self._recipe.author):
             self._recipe.record(f"events[{name!r}]")
-            call = self._recipe.guarded(getattr(events, name), f"events.{name}")
-            self._calls[name].append(call)
+            self._calls[name].append(self._recipe.guarded(getattr(events, name), f"events.{name}"))
+        self._objects.append(events)
 
     def __iter__(self) -> Iterator[Events]:
-        return iter(self.objects)
+        return iter(self._objects)
 
-    def on_step_begin(self, run: RunView) -> None:
-        self._call("on_step_begin", run)
-
-    def on_gradients(self, run: RunView) -> None:
-        self._call("on_gradients", run)
-
-    def on_step_end(self, run: RunView, applied: Tensor) -> None:
-        self._call("on_step_end", run, applied)
-
-    def on_evaluate_begin(self, run: RunView) -> None:
-        self._call("on_evaluate_begin", run)
-
-    def on_evaluate_end(self, run: RunView) -> None:
-        self._call("on_evaluate_end", run)
-
-    def on_saved(self, run: RunView, folder: Path) -> None:
-        self._call("on_saved", run, folder)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in EVENTS:
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any) -> None:
         for call in self._calls[name]:
@@ -147,7 +120,7 @@ class AllEvents(Events):
 
 
 def overridden_by(events: object, author: str) -> list[str]:
-    """The events that the class of `events` overrides, in order. Raises PluginError if a method `on_…` is not an event."""
+    """The events that the class of `events` overrides. Raises PluginError if a method `on_…` is not an event."""
     kind = type(events)
     if not isinstance(events, Events):
         raise PluginError(f"{author}: recipe.events takes instances of a subclass of hwopt.plugin.Events, got {truncate(events)}")

@@ -88,38 +88,40 @@ class Registry:
 
 def check_contract(plugin: object, name: str, distribution: str) -> None:
     """Raise PluginError if `plugin` breaks the contract; the message has the first broken rule."""
+    if rule := next(broken_rules(plugin, name), None):
+        raise PluginError(f"plugin {name!r} of {distribution}: {rule}")
+
+
+def broken_rules(plugin: object, name: str) -> Iterator[str]:
+    """What breaks the contract in `plugin`. The class is checked first: the later rules need it."""
     from hwopt.plugin.contract import API_VERSION, Effect, Plugin, PluginOptions, Relations, Stage, Traits
     from hwopt.plugin.recipe import can_be_replaced
 
-    who = f"plugin {name!r} of {distribution}"
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
-        raise PluginError(f"{who}: expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}")
+        yield f"expected a subclass of hwopt.plugin.Plugin, got {truncate(plugin)}"
+        return
     if plugin.api_version != API_VERSION:
-        raise PluginError(f"{who}: uses plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them")
-    if getattr(plugin, "name", None) != name:
-        raise PluginError(
-            f"{who}: the `name` of its class is {getattr(plugin, 'name', None)!r}; it must be the entry point's name"
-        )
+        yield f"uses plugin API {plugin.api_version}, this hwopt has {API_VERSION}; update one of them"
+    if (own := getattr(plugin, "name", None)) != name:
+        yield f"the `name` of its class is {own!r}; it must be the entry point's name"
     if not isinstance(getattr(plugin, "stage", None), Stage):
-        raise PluginError(f"{who}: `stage` must be one of {', '.join(stage.name for stage in Stage)}")
+        yield f"`stage` must be one of {', '.join(stage.name for stage in Stage)}"
     if not (isinstance(plugin.Options, type) and issubclass(plugin.Options, PluginOptions)):
-        raise PluginError(f"{who}: `Options` must be a subclass of hwopt.plugin.PluginOptions")
+        yield "`Options` must be a subclass of hwopt.plugin.PluginOptions"
     if plugin.probe is Plugin.probe:
-        raise PluginError(f"{who}: does not define probe()")
+        yield "does not define probe()"
     if not (isinstance(plugin.effect, property) or plugin.effect in get_args(Effect)):
-        raise PluginError(f"{who}: `effect` must be bits, rounding or method, not {truncate(plugin.effect)}")
-    if not isinstance(plugin.traits, property | Traits):
-        raise PluginError(f"{who}: `traits` must be a Traits(…), got {truncate(plugin.traits)}")
-    if not isinstance(plugin.relations, Relations):
-        raise PluginError(f"{who}: `relations` must be a Relations(…), got {truncate(plugin.relations)}")
+        yield f"`effect` must be bits, rounding or method, not {truncate(plugin.effect)}"
+    for attribute, kind in (("traits", property | Traits), ("relations", Relations)):
+        if not isinstance(found := getattr(plugin, attribute), kind):
+            yield f"`{attribute}` must be a {attribute.capitalize()}(…), got {truncate(found)}"
     if wrong := [field for field in plugin.relations.replaces if not can_be_replaced(field)]:
-        raise PluginError(f"{who}: `replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'")
+        yield f"`replaces` names {truncate(wrong[0])}; expected a slot or a key, such as 'optimizer'"
     members = contract_members()
-    if unknown := next((name for name in declared_by(plugin) if name not in members), None):
-        raise PluginError(
-            f"{who}: a plugin has no attribute `{unknown}`.{nearest(unknown, members)} "
-            f"The members of the contract are {listing(members, 30)}. "
-            "Start the name of an attribute of your own with an underscore"
+    for unknown in (member for member in declared_by(plugin) if member not in members):
+        yield (
+            f"a plugin has no attribute `{unknown}`.{nearest(unknown, members)} The members of the contract are "
+            f"{listing(members, 30)}. Start the name of an attribute of your own with an underscore"
         )
 
 

@@ -57,20 +57,16 @@ class EngineView(Protocol):
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The tensors that the optimizer updates, in its order: fp32 masters if the weights are half precision."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """The names of `parameters` in the model."""
-        ...
 
     def gradients(self) -> Sequence[tuple[str, Tensor]]:
         """(name, gradient) of every trained parameter that has one; unscaled in `Events.on_gradients`."""
-        ...
 
     def loss_scale(self) -> Tensor | None:
         """The factor by which the loss is multiplied; None without a loss scaler."""
-        ...
 
 
 class RecipeView(Protocol):
@@ -81,7 +77,8 @@ class RecipeView(Protocol):
     @property
     def accelerator(self) -> Mapping[str, Any]: ...
     @property
-    def events(self) -> Events: ...
+    def events(self) -> Any:
+        """What calls the `Events` of all plugins."""
 
 
 class RunView(Protocol):
@@ -108,32 +105,26 @@ class RunView(Protocol):
     @property
     def parameter_names(self) -> Sequence[str]:
         """The names in the model of the tensors that the optimizer updates, in its order."""
-        ...
 
     @property
     def engine(self) -> EngineView:
         """What computes gradients and combines them over ranks. The engine of a plugin can have more attributes."""
-        ...
 
     @property
     def forward_backward(self) -> Any:
         """What computes both passes of a micro-batch; None in a loop that is not hwopt's."""
-        ...
 
     @property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """(outputs, targets) -> (summed loss, count)."""
-        ...
 
     @property
     def step(self) -> int:
         """Number of finished optimizer steps."""
-        ...
 
     @property
     def last_step_batch(self) -> Any:
         """The StepBatch of the last finished step; None before the first one."""
-        ...
 
     @property
     def total_steps(self) -> int: ...
@@ -150,20 +141,16 @@ class RunView(Protocol):
     @property
     def parts(self) -> Sequence[Any]:
         """The objects of `recipe.events` and `recipe.state`: for evidence."""
-        ...
 
     @property
     def extras(self) -> Path:
         """A folder for additional files of `final/`; `final_steps` write to it."""
-        ...
 
     def warn(self, message: str) -> None:
         """Show a warning to the user."""
-        ...
 
     def say(self, message: str) -> None:
         """Show a note to the user."""
-        ...
 
 
 class Events:

@@ -6,7 +6,7 @@ parameters, so that few plugins skip. For the plugins of a plan see `Recipe.fiel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from hwopt.config.job import Data, Job, TaskOptions
 from hwopt.config.job_model import Model
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin.contract import Context, Decision, Plugin, PluginOptions
+from hwopt.plugin.contract import Context, Plugin
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.recipe import Recipe
 
@@ -38,20 +38,14 @@ LARGE_DECODER = ModelFacts(
 )
 
 
-class AllPackages(Mapping[str, str]):
+class AllPackages(dict[str, str]):
     """Software in which every package is installed."""
 
-    def __getitem__(self, name: str) -> str:
+    def __missing__(self, name: str) -> str:
         return "any"
 
     def __contains__(self, name: object) -> bool:
         return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 TWO_CARDS = Context(
@@ -83,26 +77,20 @@ def written_by(plugin_class: type[Plugin], who: str, lacking: Mapping[str, str] 
     Raises PluginError, which names `who`, if a hook raises.
     """
     see = f"add [plugins.{plugin_class.name}] to a profile and see `hwopt plan`"
+    contexts = [replace(cards, lacking=lacking or {}) for cards in (TWO_CARDS, ONE_CARD)]
     with plugin_guard(who, "probe()"):
         try:
             options = plugin_class.Options()
         except ValidationError as error:
             missing = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
             return Written(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
-        context, one_card = (replace(cards, lacking=lacking or {}) for cards in (TWO_CARDS, ONE_CARD))
-        decision = plugin_class(options).probe(context)
-        if isinstance(decision, Decision) and decision.kind == "skip":
-            on_one = plugin_class(options).probe(one_card)
-            if isinstance(on_one, Decision) and on_one.kind != "skip":
-                decision, context = on_one, one_card
-    if not isinstance(decision, Decision) or decision.kind == "skip":
-        return Written(None, f"skipped on two cards of compute capability 9.0: {getattr(decision, 'reason', '')}; {see}")
+        decisions = [plugin_class(options).probe(context) for context in contexts]
+        applied = [pair for pair in zip(decisions, contexts, strict=True) if pair[0].kind != "skip"]
+    if not applied:
+        return Written(None, f"skipped on two cards of compute capability 9.0: {decisions[0].reason}; {see}")
+    decision, context = applied[0]
     recipe = Recipe()
-    for each in decision.options or (options,):
-        write(plugin_class, each, context, recipe, who)
-    return Written(recipe.fields_of(who), keys=tuple(recipe.written_by_author(who)))
-
-
-def write(plugin_class: type[Plugin], options: PluginOptions, context: Context, recipe: Recipe, who: str) -> None:
     with recipe.written_by(who), plugin_guard(who, "apply()"):
-        plugin_class(options).apply(recipe, context)
+        for each in decision.options or (options,):
+            plugin_class(each).apply(recipe, context)
+    return Written(recipe.fields_of(who), keys=tuple(recipe.written_by_author(who)))

@@ -11,50 +11,7 @@ def test_contract(tmp_path):
 
 from __future__ import annotations
 
-from hwopt.testing.plugin_contract import ContractReport, check_contract_of, entry_of
-from hwopt.testing.tiny_run import (
-    COLOURS,
-    TINY_BERT,
-    TINY_LLAMA,
-    TINY_T5,
-    TINY_VIT,
-    WORDS,
-    Recorder,
-    finished,
-    launcher,
-    logged,
-    plan_for,
-    relative_error,
-    rewound,
-    saved_bits,
-    tiny_job,
-    tiny_profile,
-    train_tiny,
-    write_photos,
-    write_samples,
-)
-
-__all__ = [
-    "COLOURS",
-    "TINY_BERT",
-    "TINY_LLAMA",
-    "TINY_T5",
-    "TINY_VIT",
-    "WORDS",
-    "ContractReport",
-    "Recorder",
-    "check_contract_of",
-    "entry_of",
-    "finished",
-    "launcher",
-    "logged",
-    "plan_for",
-    "relative_error",
-    "rewound",
-    "saved_bits",
-    "tiny_job",
-    "tiny_profile",
-    "train_tiny",
-    "write_photos",
-    "write_samples",
-]
+from hwopt.testing.plugin_contract import ContractReport as ContractReport
+from hwopt.testing.plugin_contract import check_contract_of as check_contract_of
+from hwopt.testing.plugin_contract import entry_of as entry_of
+from hwopt.testing.tiny_run import *  # noqa: F403

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from hwopt.hardware.device import Hardware
 from hwopt.planning.decisions import PluginDecision, helps_oom
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
+from hwopt.plugin import Evidence, Plugin
 from hwopt.plugin.recipe import SLOTS
 from hwopt.plugin.registry import Registry
-from hwopt.testing.observed_run import observed_evidence
 from hwopt.testing.tiny_run import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 
 
@@ -86,6 +87,38 @@ def computes_in_fp32(run: Any) -> bool:
     return run.device.type == "cpu" and set(run.observation.matmul_dtypes) <= {"float"}
 
 
+NOT_OBSERVED = ("plan", "recipe", "training", "batch", "loss")
+"""Attributes of a run that say what was asked for, not what runs. `loss` is the recipe's."""
+
+
+class ObservedRun:
+    """A run whose attributes are read through this object; those of NOT_OBSERVED raise AssertionError."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in NOT_OBSERVED, f"evidence() reads run.{name}, which is what was asked for. Read the running objects"
+        return getattr(self._run, name)
+
+
+class NoOptions:
+    """The options of a plugin while its evidence is collected: reading one raises AssertionError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"evidence() reads options.{name}. Return what is found, and compare it in expects()")
+
+
+def observed_evidence(plugin: Plugin, run: Any) -> Evidence:
+    """The evidence of `plugin` without access to options, plan and recipe, compared with what its options ask for.
+
+    Raises AssertionError if evidence() reads one of them.
+    """
+    blind = copy(plugin)
+    blind.options = NoOptions()
+    return blind.evidence(ObservedRun(run)).compared(plugin.expects())
+
+
 class Witness(Recorder):
     """A recorder that also collects the evidence of one plugin without its options, the plan and the recipe."""
 
@@ -148,8 +181,7 @@ def check_memory_of(name: str, plan: Plan) -> None:
     assert stand_ins.keys() <= set(SLOTS), f"{name}: memory() has stand-ins for {sorted(stand_ins)}, the slots are {SLOTS}"
     for key, value in spec.items():
         for size in value.values() if isinstance(value, dict) else [value]:
-            assert math.isfinite(size), f"{name}: memory() sets {key} to {size}"
-            assert size >= 0, f"{name}: memory() sets {key} to {size}"
+            assert 0 <= size < math.inf, f"{name}: memory() sets {key} to {size}"
     check_alternatives_of(name, plan)
 
 

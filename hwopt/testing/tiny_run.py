@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,28 @@ from hwopt.saving import reader as resume
 from hwopt.system.cache import cache_folder
 from hwopt.training.listener import Listener, Row, Summary
 
+__all__ = [
+    "COLOURS",
+    "TINY_BERT",
+    "TINY_LLAMA",
+    "TINY_T5",
+    "TINY_VIT",
+    "WORDS",
+    "Recorder",
+    "finished",
+    "launcher",
+    "logged",
+    "plan_for",
+    "relative_error",
+    "rewound",
+    "saved_bits",
+    "tiny_job",
+    "tiny_profile",
+    "train_tiny",
+    "write_photos",
+    "write_samples",
+]
+
 COLOURS = ("red", "green", "blue")
 WORDS = (*COLOURS, "one", "two", "three", "four", "five", "up", "down", "left", "right", "hot", "cold", "old", "new", "big")
 
@@ -60,8 +81,6 @@ TINY_LLAMA = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
-
-
 TINY_VIT = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -71,8 +90,6 @@ TINY_VIT = {
     "image_size": 16,
     "patch_size": 8,
 }
-
-
 TINY_T5 = {
     "model_type": "t5",
     "vocab_size": 300,
@@ -128,17 +145,12 @@ def tiny_job(
     `data`: further keys of the table [data].
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "image-classification":
-        table: dict[str, Any] = {
-            "train": str(write_photos(folder / "train", samples)),
-            "eval": str(write_photos(folder / "eval", 12, seed=1)),
-        }
-    else:
-        table = {
-            "train": str(write_samples(folder / "train.jsonl", samples)),
-            "eval": str(write_samples(folder / "eval.jsonl", 12, seed=1)),
-            "max_length": 32,
-        }
+    images = kind == "image-classification"
+    write, end = (write_photos, "") if images else (write_samples, ".jsonl")
+    table: dict[str, Any] = {"train": str(write(folder / f"train{end}", samples))}
+    table["eval"] = str(write(folder / f"eval{end}", 12, seed=1))
+    if not images:
+        table["max_length"] = 32
     if kind == "seq2seq-lm":
         table |= {"prompt": "text", "completion": "label", "max_target_length": 12}
     table |= dict(data or {})
@@ -169,11 +181,10 @@ def plan_for(
     )
 
 
-@dataclass
 class Recorder(Listener):
     """A listener that keeps the metrics, evidence, notes, warnings and summary of a run."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.rows: list[Row] = []
         self.found: list[tuple[Any, Evidence]] = []
         self.found_at_end: list[tuple[Any, Evidence]] = []
@@ -229,26 +240,17 @@ def rewound(run: Path, target: Path, step: int) -> Path:
 
 def saved_bits(folder: Path) -> dict[str, str]:
     """File and tensor name -> SHA-256 of the tensor, for a checkpoint or for final/."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            found[f"{path.name}/{name}"] = hashlib.sha256(
-                tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-    return found
+    return {
+        f"{path.name}/{name}": hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def launcher(ranks: int) -> list[str]:
     """An `accelerate launch` command for `ranks` ranks. Append the arguments (`-m hwopt …`) or a script."""
-    settings = {
-        "num_processes": ranks,
-        "num_machines": 1,
-        "mixed_precision": "no",
-        "dynamo_backend": "no",
-        "main_process_port": 0,
-    }
-    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", *given]
+    given = f"--num_processes {ranks} --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", *given.split()]
 
 
 def finished(command: Sequence[str | bytes], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

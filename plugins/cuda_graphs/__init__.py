@@ -20,18 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import (
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Stage,
-)
+from hwopt import plugin as hw
 from hwopt.plugin.price import price_of
 
 STEPS = ((128, 16), (256, 32), (512, 64), (1024, 128))
@@ -46,20 +35,22 @@ def few_widths(limit: int) -> tuple[int, ...]:
     return (*widths[1:-1], limit)
 
 
-def graphed_forward_backward(most: int, tokens: int, run: RunView) -> Any:
+def graphed_forward_backward(most: int, tokens: int, run: hw.RunView) -> Any:
     from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
     return GraphedForwardBackward(run, most, tokens)
 
 
-class CudaGraphs(Plugin):
+class CudaGraphs(hw.Plugin):
     name = "cuda_graphs"
-    stage = Stage.LOOP
+    stage = hw.Stage.LOOP
     effect = "rounding"
-    relations = Relations(
+    relations = hw.Relations(
         conflicts=(
-            Conflict(field="engine", why="the engine runs code of its own in the backward pass, which a graph would leave out"),
-            Conflict(
+            hw.Conflict(
+                field="engine", why="the engine runs code of its own in the backward pass, which a graph would leave out"
+            ),
+            hw.Conflict(
                 plugin="checkpointing",
                 why="offload copies activations to the host and waits for them, which a graph cannot; set offload = false",
                 when=lambda graphs, checkpointing: checkpointing.offload,
@@ -68,13 +59,11 @@ class CudaGraphs(Plugin):
         replaces=("batch['widths']",),  # compile has wider ones
     )
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         shapes: int = Field(default=32, ge=1, description="Shapes (rows, width) of micro-batches that have a graph at most.")
         widths: tuple[int, ...] = Field(
-            default=(),
-            description="Widths in tokens that batches are padded to, ascending; () chooses them.",
+            default=(), description="Widths in tokens that batches are padded to, ascending; () chooses them."
         )
-
         tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
             default="auto",
             description="Micro-batches with more tokens run eagerly. auto: those for which the device needs longer than the host "
@@ -83,9 +72,9 @@ class CudaGraphs(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if context.hardware.device_type != "cuda":
-            return Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
+            return hw.Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
         tokens, text = self.options.tokens, ""
         if tokens == "auto" and context.task.inputs != "tokens":
             tokens = 0  # the forecast knows the price of tokens only
@@ -95,31 +84,31 @@ class CudaGraphs(Plugin):
             text = f": {price.host_seconds * 1e3:.1f} ms of launches, {price.device_seconds * 1e3:.1f} ms of the device"
             text += f" and {price.token_seconds * 1e6:.2f} us a token on {price.basis}"
             if not tokens:
-                return Decision.skip(f"any micro-batch takes the device longer than the host{text}; tokens = 0 has no limit")
+                return hw.Decision.skip(f"any micro-batch takes the device longer than the host{text}; tokens = 0 has no limit")
         widths = self.options.widths
         if context.task.inputs == "tokens" and not widths:
             limits = [limit for limit in (context.job.data.max_length, context.model.max_positions) if limit]
             widths = few_widths(min(limits, default=4096))
         reason = f"one launch for both passes of a micro-batch{f' of up to {tokens:,} tokens' if tokens else ''}{text}; "
         reason += f"up to {self.options.shapes} shapes" + (f" of {len(widths)} widths" if widths else "")
-        return Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
+        return hw.Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.batch["widths"] = self.options.widths  # none for images
         assert self.options.tokens != "auto", "probe() replaces it"
         recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
         passes: Any = run.forward_backward
         if not isinstance(passes, GraphedForwardBackward):
-            return Evidence.inactive(f"the passes are computed by {type(passes).__name__}")
-        calls = passes.calls
-        seen = f"last step: {calls.captured} captured, {calls.replayed} replayed, {calls.eager} eager micro-batch(es); "
-        seen += f"{len(passes.graphs)} graph(s), {len(passes.failed)} shape(s) could not be captured"
-        if calls.replayed:
-            return Evidence.active(seen)
+            return hw.Evidence.inactive(f"the passes are computed by {type(passes).__name__}")
+        calls = ", ".join(f"{passes.calls[how]} {how}" for how in ("captured", "replayed", "eager"))
+        seen = f"last step: {calls} micro-batch(es); {len(passes.graphs)} graph(s), "
+        seen += f"{len(passes.failed)} shape(s) could not be captured"
+        if passes.calls["replayed"]:
+            return hw.Evidence.active(seen)
         if not passes.graphs and not passes.failed and run.step <= 1:
-            return Evidence.unknown(f"{seen}; the first micro-batch of a run is eager")
-        return Evidence.inactive(seen)
+            return hw.Evidence.unknown(f"{seen}; the first micro-batch of a run is eager")
+        return hw.Evidence.inactive(seen)

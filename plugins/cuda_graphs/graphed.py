@@ -28,15 +28,6 @@ class Graph:
     """The gradients that a replay makes, one for each trained tensor; empty if it adds to those of earlier micro-batches."""
 
 
-@dataclass
-class Calls:
-    """How the micro-batches of a step were computed."""
-
-    captured: int = 0
-    replayed: int = 0
-    eager: int = 0
-
-
 class GraphedForwardBackward(ForwardBackward):
     """Runs the first micro-batch eagerly, captures each other shape when it first comes, and replays its graph from then on.
 
@@ -60,12 +51,11 @@ class GraphedForwardBackward(ForwardBackward):
         """Their gradients in steps of several micro-batches: the same memory in each step. Empty until a graph needs them."""
         self.stream = torch.cuda.Stream()
         self.graphs: dict[Key, Graph] = {}
-        self.seen = Counter[Key]()
         self.failed = Counter[Key]()
         self.refused: dict[Key, str] = {}
         """Shapes whose capture failed twice -> why. Once may be a kernel that is compiled or tuned for the shape."""
-        self.calls = Calls()
-        """Of the present step."""
+        self.calls = Counter[str]()
+        """How the micro-batches of the present step were computed: "captured", "replayed", "eager"."""
         self.alone = True
         self.out_of_memory = 0
 
@@ -74,11 +64,10 @@ class GraphedForwardBackward(ForwardBackward):
             self.begin_step(alone=last)
         inputs = [*micro_batch.inputs.values(), micro_batch.targets]
         key = (self.alone, *micro_batch.inputs, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        self.seen[key] += 1
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
         graph = None if large else self.graph_of(key, micro_batch, inputs)
         if graph is None:
-            self.calls.eager += 1
+            self.calls["eager"] += 1
             loss = super().__call__(micro_batch, first, last, mark_time)
             if not self.graphs:
                 self.trained = with_gradient(self.weights)
@@ -89,13 +78,13 @@ class GraphedForwardBackward(ForwardBackward):
         if self.alone:
             for weight, gradient in zip(self.trained, graph.gradients, strict=True):
                 weight.grad = gradient
-        self.calls.replayed += 1
+        self.calls["replayed"] += 1
         mark_time("forward")
         return graph.loss
 
     def begin_step(self, alone: bool) -> None:
         """Prepare the gradients of a step; `alone`: it has one micro-batch."""
-        self.alone, self.calls = alone, Calls()
+        self.alone, self.calls = alone, Counter()
         places = [weight.data_ptr() if weight.requires_grad else 0 for weight in self.weights]
         if places != self.places:  # another plugin moved weights, or trains others from now on
             self.forget()
@@ -113,17 +102,7 @@ class GraphedForwardBackward(ForwardBackward):
         if not self.trained or key in self.refused or self.out_of_memory > 1:
             return None
         self.graphs.pop(key, None)
-        if len(self.graphs) >= self.most and not self.forget_a_rarer_one(key):
-            return None
-        return self.capture(key, micro_batch, inputs)
-
-    def forget_a_rarer_one(self, key: Key) -> bool:
-        """Drop the graph of the shape that came least often, if that of `key` came twice as often. Returns whether it did."""
-        rarest = min(self.graphs, key=self.seen.__getitem__)
-        if self.seen[key] < 2 * self.seen[rarest]:
-            return False
-        del self.graphs[rarest]
-        return True
+        return None if len(self.graphs) >= self.most else self.capture(key, micro_batch, inputs)
 
     def capture(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
         """Capture both passes of a shape; nothing is computed. None, with one warning, if its operators cannot be captured."""
@@ -155,7 +134,7 @@ class GraphedForwardBackward(ForwardBackward):
             if self.alone:
                 for weight in self.weights:
                     weight.grad = None  # its memory belongs to the pool, which the next capture uses again
-        self.calls.captured += 1
+        self.calls["captured"] += 1
         self.graphs[key] = found = Graph(graph, own, loss.detach(), gradients)
         return found
 

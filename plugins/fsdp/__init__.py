@@ -15,8 +15,7 @@ Numerical effect: rounding.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from math import ceil
 from typing import Any, ClassVar, Literal
@@ -24,28 +23,12 @@ from unittest import mock
 
 from pydantic import Field
 
-from hwopt.plugin import (
-    OFF,
-    Choice,
-    Context,
-    Decision,
-    Evidence,
-    MemorySpec,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    RunView,
-    Scale,
-    Stage,
-    Traits,
-)
+from hwopt import plugin as hw
 
 
-@contextmanager
-def restored_environment() -> Iterator[None]:
-    """Restore the environment after the block: the variables that Accelerate sets would affect the next run in this process."""
-    with mock.patch.dict(os.environ):
-        yield
+def restored_environment() -> Any:
+    """Restores the environment after the block: the variables that Accelerate sets would affect the next run in this process."""
+    return mock.patch.dict(os.environ)
 
 
 def fsdp_plugin(reshard_after_forward: bool) -> Any:
@@ -64,28 +47,28 @@ def fsdp_plugin(reshard_after_forward: bool) -> Any:
     )
 
 
-def fsdp_engine(reduce: str, run: RunView) -> Any:
+def fsdp_engine(reduce: str, run: hw.RunView) -> Any:
     from hwopt_plugins.fsdp.engine import FsdpEngine
 
     return FsdpEngine(run, reduce=reduce)
 
 
-def make_stand_in(reshard_after_forward: bool, run: RunView) -> Any:
-    from hwopt_plugins.fsdp.stand_in import FsdpStandIn
+def make_stand_in(reshard_after_forward: bool, run: hw.RunView) -> Any:
+    from hwopt_plugins.fsdp.engine import FsdpStandIn
 
     return FsdpStandIn(run, reshard_after_forward)
 
 
-class Fsdp(Plugin):
+class Fsdp(hw.Plugin):
     name = "fsdp"
-    stage = Stage.DISTRIBUTION
+    stage = hw.Stage.DISTRIBUTION
     effect = "rounding"
-    traits = Traits(lacks=("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry"))
+    traits = hw.Traits(lacks=("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry"))
     aliases: ClassVar[Mapping[str, str]] = {
         "fsdp": "enabled = true",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         reshard_after_forward: bool = Field(
             default=True,
             description="Free gathered weights after forward and gather them again for backward; false: faster, more memory.",
@@ -97,26 +80,26 @@ class Fsdp(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if context.hardware.device_type == "cpu":
-            return Decision.skip(
+            return hw.Decision.skip(
                 "needs CUDA devices, found a CPU: there Accelerate raises an error with FSDP1, and shards nothing with FSDP2"
             )
         ranks = context.world_size
         if ranks == 1:
-            return Decision.skip("needs several ranks, found 1. Start one per GPU (--processes auto)")
+            return hw.Decision.skip("needs several ranks, found 1. Start one per GPU (--processes auto)")
         gathered = "for forward and backward" if self.options.reshard_after_forward else "once per micro-batch"
         reduced = "once per step" if self.options.reduce == "step" else "once per micro-batch"
-        return Decision.apply(
+        return hw.Decision.apply(
             f"shards weights, gradients and state over {ranks} ranks; layers gathered {gathered}, gradients reduced {reduced}"
         )
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.process.append(restored_environment)
         recipe.accelerator["fsdp_plugin"] = partial(fsdp_plugin, self.options.reshard_after_forward)
         recipe.engine = partial(fsdp_engine, self.options.reduce)
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         part = 1 / context.world_size
         spec.stand_ins["engine"] = partial(make_stand_in, self.options.reshard_after_forward)
         spec.held |= {"weights": part, "optimizer_state": part, "update": part}
@@ -124,17 +107,17 @@ class Fsdp(Plugin):
             spec.held["gradients"] = part
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         if context.hardware.device_type == "cpu" or context.world_size == 1 or options == cls.Options():
             return []
         if options is None:
-            on = Choice(changes={}, note="shards weights, gradients and optimizer state over the ranks", time=1.1)
-            return [Scale(choices=(on, OFF), present=1)]
+            on = hw.Choice(changes={}, note="shards weights, gradients and optimizer state over the ranks", time=1.1)
+            return [hw.Scale(choices=(on, hw.OFF), present=1)]
         note = "gathers every layer twice and reduces after each micro-batch"
-        least = Choice(changes=cls.Options().model_dump(), note=note, time=1.1)
-        return [Scale(choices=(least, Choice(changes=options.model_dump())), present=1)]
+        least = hw.Choice(changes=cls.Options().model_dump(), note=note, time=1.1)
+        return [hw.Scale(choices=(least, hw.Choice(changes=options.model_dump())), present=1)]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
@@ -152,5 +135,5 @@ class Fsdp(Plugin):
         all_sharded = len(shards) == len(parameters) and local <= limit
         sharded = all_sharded and updates_shards and run.world_size > 1 and units > 1
         if not run.observation.operators and sharded:
-            return Evidence.unknown(f"{seen}; no operators were recorded")
-        return Evidence.active(seen) if sharded and gathered else Evidence.inactive(seen)
+            return hw.Evidence.unknown(f"{seen}; no operators were recorded")
+        return hw.Evidence.active(seen) if sharded and gathered else hw.Evidence.inactive(seen)

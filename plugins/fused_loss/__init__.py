@@ -1,8 +1,7 @@
 """Fused linear cross-entropy: computes the output layer and the loss chunk by chunk, without storing all logits.
 
-With vocabularies of 50,000 to 260,000 tokens, the logits and their gradients often need most of the memory of a step. For each
-chunk of tokens this plugin computes logits, softmax, loss and gradients, and keeps only the gradients of the hidden states and
-of the weight. Labels do not enter `forward`: in training the output layer returns its input, and the loss applies the layer.
+For each chunk of tokens it computes logits, softmax, loss and gradients, and keeps only the gradients of the hidden states and
+of the weight. In training the output layer returns its input, and the loss applies the layer.
 On a CUDA device with liger-kernel installed the Triton kernels of Liger are used, otherwise the same method in plain torch.
 
 Source: Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989).
@@ -21,23 +20,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from hwopt import plugin as hw
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Support
-from hwopt.plugin import (
-    OFF,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-)
 from hwopt_plugins.fused_loss.cross_entropy import IGNORED, liger_cross_entropy, linear_cross_entropy
 
 MAX_CHUNKS = 16
@@ -75,7 +60,7 @@ class FusedHead:
         """Returns the layer. Weak: the plan, which outlives the run, has this object."""
         self.dtype: Any = None
 
-    def attach(self, model: Any, run: RunView) -> Any:
+    def attach(self, model: Any, run: hw.RunView) -> Any:
         import torch
 
         layer = model.get_output_embeddings()
@@ -91,7 +76,7 @@ class FusedHead:
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(run.recipe.accelerator.get("mixed_precision", "no"))
         return model
 
-    def detach(self, model: Any, run: RunView) -> Any:
+    def detach(self, model: Any, run: hw.RunView) -> Any:
         del self.layer().forward
         return model
 
@@ -117,7 +102,7 @@ class FusedHead:
         return fused(hidden, weight, linear.bias, labels), count
 
 
-def liger_capability(context: Context) -> Support:
+def liger_capability(context: hw.Context) -> Support:
     """Whether Liger's kernels run on this machine, with the reason."""
     hardware = context.hardware
     if hardware.device_type == "cpu":
@@ -129,14 +114,14 @@ def liger_capability(context: Context) -> Support:
     return Support(True, f"liger-kernel {context.software['liger-kernel']}")
 
 
-class FusedLoss(Plugin):
+class FusedLoss(hw.Plugin):
     name = "fused_loss"
-    stage = Stage.MODEL
+    stage = hw.Stage.MODEL
     effect = "rounding"
-    relations = Relations(
+    relations = hw.Relations(
         after=("adapter",),  # it may wrap the output layer
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 lacks="whole_weights",
                 why="the fused loss needs the weight of the output layer after the layer's forward pass; "
                 "keep one of the two tables",
@@ -149,7 +134,7 @@ class FusedLoss(Plugin):
         "use_liger_kernel": "enabled = true",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         backend: Literal["auto", "liger", "torch"] = Field(
             default="auto", description='"auto": the kernels of Liger if they run here, else plain torch.'
         )
@@ -168,24 +153,25 @@ class FusedLoss(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         model, options = context.model, self.options
         if not context.task.decoder:
-            return Decision.skip(f"needs a decoder without an encoder (task.kind = 'causal-lm'), found {context.task.kind}")
+            return hw.Decision.skip(f"needs a decoder without an encoder (task.kind = 'causal-lm'), found {context.task.kind}")
         if model.logit_transform:
-            return Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
+            return hw.Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
         liger = liger_capability(context)
         if liger and options.backend != "torch" and options.chunks == "auto":
-            return Decision.apply(liger.reason, options.model_copy(update={"backend": "liger"}))
-        automatic = min(default_chunks(model.vocab_size, model.hidden_size), MAX_CHUNKS)
-        chunks = automatic if options.chunks == "auto" else options.chunks
+            return hw.Decision.apply(liger.reason, options.model_copy(update={"backend": "liger"}))
+        chunks = options.chunks
+        if chunks == "auto":
+            chunks = min(default_chunks(model.vocab_size, model.hidden_size), MAX_CHUNKS)
         to = options.model_copy(update={"backend": "torch", "chunks": chunks})
         what = f"logits over {model.vocab_size:,} tokens in {chunks} chunks per micro-batch"
         if options.backend == "liger":
-            return Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")
-        return Decision.apply(f"torch, {what}", to)
+            return hw.Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")
+        return hw.Decision.apply(f"torch, {what}", to)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         chunks = self.options.chunks
         if chunks == "auto":  # liger's number of chunks, for the memory planner
             chunks = default_chunks(context.model.vocab_size, context.model.hidden_size)
@@ -195,16 +181,16 @@ class FusedLoss(Plugin):
         recipe.final_steps.append(head.detach)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         if options is not None or not context.task.decoder or context.model.logit_transform:
             return []
         note = "computes the logits of one chunk of tokens at a time"
-        return [Scale(choices=(Choice(changes={}, note=note, time=1.05), OFF), present=1)]
+        return [hw.Scale(choices=(hw.Choice(changes={}, note=note, time=1.05), hw.OFF), present=1)]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         layer = run.inner_model.get_output_embeddings()
         if layer.forward is not return_input:
-            return Evidence.inactive("the output layer still computes the logits")
+            return hw.Evidence.inactive("the output layer still computes the logits")
         linear = linear_in(layer)
         operators, micro_batches = run.observation.operators, len(run.last_step_batch.sizes)
         liger, torch_loss = operators.get(LIGER_OPERATOR, 0), operators.get(FUSED_OPERATOR, 0)
@@ -218,10 +204,10 @@ class FusedLoss(Plugin):
         if chunks:
             seen += f" chunks, so logits of {ceil(tokens / chunks):,} tokens at once"
         if not operators:
-            return Evidence.unknown("no operators were recorded")
+            return hw.Evidence.unknown("no operators were recorded")
         if fused < micro_batches or plain:
-            return Evidence.inactive(seen)
-        return Evidence.active(seen, backend="liger" if liger else "torch")
+            return hw.Evidence.inactive(seen)
+        return hw.Evidence.active(seen, backend="liger" if liger else "torch")
 
     def expects(self) -> Mapping[str, Any]:
         return {"backend": self.options.backend}

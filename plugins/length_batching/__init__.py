@@ -3,8 +3,7 @@
 The samples of one optimizer step are sorted by length and split into micro-batches. Dynamic programming finds the split points
 with the least time, under a token budget. On a CUDA device the time is the larger of the device's, for rows x width (the longest
 row) of each micro-batch, and the host's, for the launches of each micro-batch. So a model that is bound by the host is not split.
-The samples of a step and the order of the steps do not change, so the loss does not oscillate as it does with grouping by
-length over the epoch (transformers#20810).
+The samples of a step and the order of the steps do not change.
 
 Source: padding, Krell et al. 2021 (arXiv:2107.02027); optimal partition of a sorted list by dynamic programming.
 Hardware: any.
@@ -22,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import OFF, Choice, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, RunView, Scale, Stage
+from hwopt import plugin as hw
 from hwopt.plugin.price import price_of
 from hwopt_plugins.length_batching.cut import cut_by_length
 
@@ -30,13 +29,13 @@ CPU_OVERHEAD = 256
 """Cost of one more micro-batch on a CPU where it was not measured. A CPU is host and device: weights pass its caches again."""
 
 
-def mean_padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]], orders: int = 16) -> float:
-    """The mean of `padded_tokens` over random orders of the rows."""
+def mean_padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> float:
+    """The mean of `padded_tokens` over 16 random orders of the rows."""
     shuffled, choice, total = list(lengths), random.Random(0), 0
-    for _ in range(orders):
+    for _ in range(16):
         choice.shuffle(shuffled)
         total += padded_tokens(shuffled, groups)
-    return total / orders
+    return total / 16
 
 
 def padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
@@ -44,12 +43,12 @@ def padded_tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> in
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
 
 
-class LengthBatching(Plugin):
+class LengthBatching(hw.Plugin):
     name = "length_batching"
-    stage = Stage.DATA
+    stage = hw.Stage.DATA
     effect = "rounding"
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
             default="auto",
             description='Maximum rows x width of a micro-batch; "auto": batch.train x the longest row of the step.',
@@ -60,23 +59,23 @@ class LengthBatching(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if context.task.inputs == "images":
-            return Decision.skip("images of one size need no padding")
+            return hw.Decision.skip("images of one size need no padding")
         if context.task.encoder_decoder:
-            return Decision.skip("samples of an encoder-decoder have two lengths; group_lengths groups by both")
+            return hw.Decision.skip("samples of an encoder-decoder have two lengths; group_lengths groups by both")
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
         overhead, _, text = self.price(context)
         fixed = self.options.overhead_tokens == "auto" and context.hardware.device_type == "cpu"
         options = self.options.model_copy(update={"overhead_tokens": overhead}) if fixed else None
-        return Decision.apply(f"micro-batches by length, at most {budget} tokens each; {text}", options)
+        return hw.Decision.apply(f"micro-batches by length, at most {budget} tokens each; {text}", options)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         tokens = None if self.options.tokens == "auto" else self.options.tokens
         overhead, host, _ = self.price(context)
         recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=overhead, host_tokens=host)
 
-    def price(self, context: Context) -> tuple[int, int, str]:
+    def price(self, context: hw.Context) -> tuple[int, int, str]:
         """(`overhead_tokens`, `host_tokens` of `cut_by_length` on this machine, the reason)."""
         overhead, layer = self.options.overhead_tokens, context.hardware.layer
         if overhead == "auto" and layer is not None:
@@ -94,11 +93,11 @@ class LengthBatching(Plugin):
         return price.overhead_tokens, price.host_tokens, text
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """Off or on: which is faster on a CPU depends on the CPU."""
-        return [Scale(choices=(OFF, Choice(changes={})), present=int(options is not None), ordered=False, tune=True)]
+        return [hw.Scale(choices=(hw.OFF, hw.Choice(changes={})), present=int(options is not None), ordered=False, tune=True)]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         step = run.last_step_batch
         lengths, rows = list(step.lengths), [count for count, _ in step.sizes]
         ends = list(accumulate(rows, initial=0))
@@ -109,7 +108,7 @@ class LengthBatching(Plugin):
         seen = f"{by_length} tokens in micro-batches of {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} rows; "
         seen += f"with rows at random about {at_random:.0f} ({at_random / by_length:.2f}x)"
         if by_length - best < at_random - by_length:  # nearer to sorted rows than to rows at random
-            return Evidence.active(seen)
+            return hw.Evidence.active(seen)
         if at_random <= best:
-            return Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
-        return Evidence.inactive(seen)
+            return hw.Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
+        return hw.Evidence.inactive(seen)

@@ -1,6 +1,5 @@
 """AdamW: plain or fused, with states in 32, 8 or 4 bits, or with states paged to host memory.
 
-Learning rate, betas, eps and weight decay come from the parameter groups, because the defaults of the libraries differ.
 Memory of the two states per parameter: 8 bytes in 32 bit, 2 in 8 bit, 1 in 4 bit; torch and torchao store unquantized states in
 the dtype of the weight. Tensors with fewer than 4,096 elements are not quantized. torchao also does not quantize tensors whose
 size is not a multiple of its block (256 elements in 8 bit, 128 in 4 bit).
@@ -19,11 +18,9 @@ stochastically, so that small updates are not lost on average.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -31,24 +28,8 @@ from unittest import mock
 
 from pydantic import Field, model_validator
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import Support
-from hwopt.plugin import (
-    Alias,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    MemorySpec,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-    Traits,
-)
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
 
 Name = Literal[
@@ -92,7 +73,7 @@ def name_from(value: Any) -> dict[str, Any]:
 def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_rounding: bool = False) -> Any:
     """The optimizer `name` for `groups`. Each group has its own lr, betas, eps and weight_decay."""
     module, cls, _ = OPTIMIZERS[name]
-    settings: dict[str, Any] = {"fused": True} if name == "adamw_torch_fused" else {}
+    settings = {"fused": True} if name == "adamw_torch_fused" else {}
     if stochastic_rounding:
         settings["bf16_stochastic_round"] = True
     found = getattr(import_module(module), cls)
@@ -137,16 +118,14 @@ def without_waits(cls: Any) -> Any:
 def import_failure(module: str) -> str:
     """Why `module` cannot be imported; "" if it can. Package metadata does not show a missing CUDA library, for example."""
     try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import_module(module)
-    except (Exception, SystemExit) as error:
-        first = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first[:200]}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200].partition(chr(10))[0]}"
     return ""
 
 
-def available(name: str, context: Context, last: bool) -> Support:
+def available(name: str, context: hw.Context, last: bool) -> Support:
     """Whether the optimizer `name` can run on this machine, with the reason. `last`: no other candidate is left."""
     hardware, package = context.hardware, OPTIMIZERS[name][0].split(".")[0]
     cuda = hardware.device_type == "cuda"
@@ -166,19 +145,19 @@ def available(name: str, context: Context, last: bool) -> Support:
     return Support(True, f"{package} {context.software[package]}")
 
 
-class Optimizer(Plugin):
+class Optimizer(hw.Plugin):
     name = "optimizer"
-    stage = Stage.OPTIMIZER
+    stage = hw.Stage.OPTIMIZER
     effect = "rounding"
-    relations = Relations(
+    relations = hw.Relations(
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 lacks="device_update",
                 why="paged states need an update on a CUDA device, and the engine updates on the CPU; "
                 'set name = "adamw_torch_fused"',
                 when=lambda optimizer, engine: optimizer.name.startswith("paged"),
             ),
-            Conflict(
+            hw.Conflict(
                 lacks="whole_parameters",
                 why="8-bit, 4-bit and paged kernels need whole tensors, and the engine steps on partitions or shards; set name = "
                 '"adamw_torch_fused"',
@@ -186,12 +165,12 @@ class Optimizer(Plugin):
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str | Alias]] = {
-        "optim": Alias("name", name_from),
-        "optimizer": Alias("name", name_from),
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
+        "optim": hw.Alias("name", name_from),
+        "optimizer": hw.Alias("name", name_from),
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         name: Name = Field(default="adamw_torch_fused", description="Name of the optimizer in transformers.")
         fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order if `name` cannot run; then adamw_torch.")
         stochastic_rounding: bool | None = Field(
@@ -199,12 +178,6 @@ class Optimizer(Plugin):
             description="Round updates of bf16 weights (precision.level pure) up or down at random; only adamw_torch_8bit and "
             "adamw_torch_4bit can, and do by default.",
         )
-
-        @model_validator(mode="after")
-        def require_distinct(self) -> Optimizer.Options:
-            if len(set(self.fallback)) < len(self.fallback):
-                raise ValueError(f"fallback = {list(self.fallback)} contains an optimizer twice")
-            return self
 
         @model_validator(mode="after")
         def require_torchao_for_stochastic_rounding(self) -> Optimizer.Options:
@@ -217,12 +190,12 @@ class Optimizer(Plugin):
     options: Options
 
     @property
-    def traits(self) -> Traits:
-        return Traits(elementwise=self.options.name in ELEMENTWISE, per_parameter=True)
+    def traits(self) -> hw.Traits:
+        return hw.Traits(elementwise=self.options.name in ELEMENTWISE, per_parameter=True)
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         # a name given with --set may also be one of the profile's fallbacks
-        chain = (self.options.name, *(name for name in self.options.fallback if name != self.options.name))
+        chain = list(dict.fromkeys((self.options.name, *self.options.fallback)))
         refused: list[str] = []
         for place, name in enumerate(chain):
             capability = available(name, context, last=place == len(chain) - 1)
@@ -236,13 +209,13 @@ class Optimizer(Plugin):
         to = self.options.model_copy(update=update)
         if refused:
             takes = name if capability else f"{name}, the last candidate"
-            return Decision.fallback(to, f"{'; '.join(refused)}; takes {takes}")
-        return Decision.apply(f"{name}: {capability.reason}", to)
+            return hw.Decision.fallback(to, f"{'; '.join(refused)}; takes {takes}")
+        return hw.Decision.apply(f"{name}: {capability.reason}", to)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.optimizer = partial(make_optimizer, self.options.name, stochastic_rounding=bool(self.options.stochastic_rounding))
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         name = self.options.name
         stepped_bytes = spec.master_bytes or spec.gradient_bytes  # torch's states have the dtype of the stepped tensors
         spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else OPTIMIZERS[name][2]
@@ -250,7 +223,7 @@ class Optimizer(Plugin):
             spec.stand_ins["optimizer"] = partial(reserving_optimizer, OPTIMIZERS[name][2], TORCHAO_BITS.get(name))
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """Paged 8-bit, 8-bit and 32-bit states, and the present optimizer between them."""
         now: Name = "adamw_torch" if options is None else options.name
         offers: dict[Name, tuple[float, str]] = {
@@ -262,13 +235,11 @@ class Optimizer(Plugin):
             offers.pop("paged_adamw_8bit")
         others = (name for name in offers if OPTIMIZERS[name][2] != OPTIMIZERS[now][2])
         names = sorted((now, *others), key=lambda name: OPTIMIZERS[name][2])
-        time_and_note = [offers.get(name, (1.0, "")) for name in names]
-        choices = (
-            Choice(changes={"name": name}, note=note, time=time) for name, (time, note) in zip(names, time_and_note, strict=True)
-        )
-        return [Scale(choices=tuple(choices), present=names.index(now))]
+        time_and_note = {name: offers.get(name, (1.0, "")) for name in names}
+        choices = (hw.Choice(changes={"name": name}, note=note, time=time) for name, (time, note) in time_and_note.items())
+        return [hw.Scale(choices=tuple(choices), present=names.index(now))]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         optimizer = run.optimizer
         states = [value for state in optimizer.state.values() for value in state.values() if getattr(value, "ndim", 0) > 0]
         kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
@@ -291,8 +262,8 @@ class Optimizer(Plugin):
             seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
         found = {"class": cls, "quantized": quantized, "paged": paged > 0, "stochastic_rounding": rounding}
         if not run.observation.operators and cls == "torch.AdamW":
-            return Evidence.unknown(f"{seen}; no operators were recorded", **found)
-        return Evidence.active(seen, **found, fused=fused > 0)
+            return hw.Evidence.unknown(f"{seen}; no operators were recorded", **found)
+        return hw.Evidence.active(seen, **found, fused=fused > 0)
 
     def expects(self) -> Mapping[str, Any]:
         name = self.options.name

@@ -21,50 +21,34 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hwopt.plugin import (
-    Capability,
-    Conflict,
-    Context,
-    Decision,
-    Effect,
-    Events,
-    Evidence,
-    MemorySpec,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Stage,
-    Traits,
-)
+from hwopt import plugin as hw
 
 
-def in_backward_engine(clip: bool, run: RunView) -> Any:
+def in_backward_engine(clip: bool, run: hw.RunView) -> Any:
     from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
 
     return InBackwardEngine(run, clip=clip)
 
 
-class InStep(Events):
+class InStep(hw.Events):
     """Lets the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
 
-    def on_step_begin(self, run: RunView) -> None:
+    def on_step_begin(self, run: hw.RunView) -> None:
         engine: Any = run.engine
         engine.in_step = True
 
 
-class OptimizerInBackward(Plugin):
+class OptimizerInBackward(hw.Plugin):
     name = "optimizer_in_backward"
-    stage = Stage.DISTRIBUTION
-    relations = Relations(
+    stage = hw.Stage.DISTRIBUTION
+    relations = hw.Relations(
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 field="accelerator['mixed_precision']",
                 why='fp16 needs a loss scaler, which needs the whole gradient before the update; set dtype = "bf16"',
                 when=lambda in_backward, precision: getattr(precision, "dtype", "fp16") == "fp16",
             ),
-            Conflict(
+            hw.Conflict(
                 field="cut",
                 why="recipe.cut splits a step into several micro-batches, and here a step has one; keep one of the two tables",
             ),
@@ -74,7 +58,7 @@ class OptimizerInBackward(Plugin):
         "optimizer_in_bwd": "enabled = true",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         clipping: Literal["refuse", "off", "parameter"] = Field(
             default="refuse",
             description="What to do if training.max_grad_norm is above 0. refuse: end with an error. off: do not clip. "
@@ -84,30 +68,30 @@ class OptimizerInBackward(Plugin):
     options: Options
 
     @property
-    def traits(self) -> Traits:
-        lacks: tuple[Capability, ...] = ("whole_gradients", "retry", "single_update", "accumulation")
-        return Traits(lacks=(*lacks, "clipping") if self.options.clipping == "refuse" else lacks)
+    def traits(self) -> hw.Traits:
+        lacks: tuple[hw.Capability, ...] = ("whole_gradients", "retry", "single_update", "accumulation")
+        return hw.Traits(lacks=(*lacks, "clipping") if self.options.clipping == "refuse" else lacks)
 
     @property
-    def effect(self) -> Effect:
+    def effect(self) -> hw.Effect:
         return "bits" if self.options.clipping == "refuse" else "method"
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         ranks = context.world_size
         if ranks > 1:
-            return Decision.skip(f"needs one rank, found {ranks}: gradients are summed over the ranks after the backward pass")
+            return hw.Decision.skip(f"needs one rank, found {ranks}: gradients are summed over the ranks after the backward pass")
         clipping = "each gradient is clipped by its own norm" if self.options.clipping == "parameter" else "no clipping"
-        return Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
+        return hw.Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.engine = partial(in_backward_engine, self.options.clipping == "parameter")
         recipe.events.append(InStep())
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         spec.gradient_bytes = 0.0
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         updated, parameters = getattr(run.engine, "updated", 0), len(run.engine.parameters)
         left = sum(p.grad is not None for p in run.engine.parameters)
         seen = f"{updated} of {parameters} parameters were updated in the backward pass of step 1; {left} gradients were left"
-        return Evidence.active(seen) if updated and not left else Evidence.inactive(seen)
+        return hw.Evidence.active(seen) if updated and not left else hw.Evidence.inactive(seen)

@@ -3,9 +3,8 @@
 The documents of a step fill rows of similar length. The positions of each document start at 0, and it attends only to itself:
 decoders in transformers derive this mask from the position ids, encoders get the mask as input. Classifiers read the first token
 of each document. With the flash-attn package a row needs no mask (`kernel`).
-Whether a model keeps documents apart is tried in float32 when its facts are read (hwopt/model/packing.py); a model
-that does not is skipped. Before step 1 the outputs of packed documents are compared with those of separate rows, in
-the run's precision: this finds what the run does to the model, such as other positions or another kernel.
+A model that does not keep documents apart is skipped (hwopt/model/packing.py tries it in float32). Before step 1 the outputs of
+packed documents are compared with those of separate rows, in the run's precision: this finds what the run does to the model.
 No key-value cache is used: packing leaks with one (transformers#46634).
 
 Source: Krell et al. 2021 (arXiv:2107.02027); DataCollatorWithFlattening of transformers.
@@ -16,15 +15,15 @@ Numerical effect: rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
 from pydantic import Field
 
+from hwopt import plugin as hw
 from hwopt.errors import PluginError
-from hwopt.plugin import Conflict, Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Relations, RunView, Stage
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.03
 """Largest norm of the difference between packed and separate outputs / the norm of the outputs.
@@ -34,6 +33,10 @@ rounding sends to another expert.
 """
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
 """Architectures whose positions start at the id of the padding token plus one."""
+SEPARATED = {
+    "mask": "several documents per row, separated by a mask",
+    "flash": "several documents per row, separated by the flash kernel",
+}
 
 
 def pack_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -70,17 +73,11 @@ def document_indices(position_ids: Any) -> Any:
     return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
-@contextmanager
-def masks_without_sync() -> Iterator[None]:
+def masks_without_sync() -> Any:
     """Inside the block transformers builds masks of packed rows with `document_indices`."""
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = document_indices
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", document_indices)
 
 
 def packed_collate(padded: Any, *, width: int | None, flat: bool, decoder: bool, after_padding: bool) -> Any:
@@ -95,7 +92,7 @@ class DocumentHeads:
     def __init__(self) -> None:
         self.starts: Any = None
 
-    def attach(self, model: Any, run: RunView | None = None) -> Any:
+    def attach(self, model: Any, run: hw.RunView | None = None) -> Any:
         body = model.base_model if not hasattr(model, "peft_config") else model.get_base_model().base_model
         model.register_forward_pre_hook(self.take_starts, with_kwargs=True)
         pooler = getattr(body, "pooler", None)
@@ -119,7 +116,7 @@ class DocumentHeads:
         return outputs
 
 
-def refuse_leaks(run: RunView) -> None:
+def refuse_leaks(run: hw.RunView) -> None:
     """Raise PluginError if the outputs of packed documents differ from those of the same documents in separate rows."""
     import torch
 
@@ -152,32 +149,32 @@ def refuse_leaks(run: RunView) -> None:
         raise PluginError(leak_message(run, "outputs of packed documents differ from those in separate rows"))
 
 
-def leak_message(run: RunView, why: str) -> str:
+def leak_message(run: hw.RunView, why: str) -> str:
     return (
         f"{type(run.inner_model).__name__} does not support packed documents: {why}. Remove [plugins.pack]. "
         "[plugins.length_batching] saves most of the padding too"
     )
 
 
-class Pack(Plugin):
+class Pack(hw.Plugin):
     name = "pack"
-    stage = Stage.DATA
+    stage = hw.Stage.DATA
     effect = "rounding"
     aliases: ClassVar[Mapping[str, str]] = {
         "packing": "enabled = true",
         "sample_packing": "enabled = true",
     }
-    relations = Relations(
+    relations = hw.Relations(
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 field="cut",
                 why="recipe.cut needs rows with one sample each, and pack makes rows with several; keep one of the two tables",
             ),
-            Conflict(
+            hw.Conflict(
                 field="batch['widths']",
                 why="the width of packed rows varies, and batch['widths'] requires fixed widths; keep one of the two tables",
             ),
-            Conflict(
+            hw.Conflict(
                 field="model_kwargs['attn_implementation']",
                 why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
                 when=lambda pack, sdpa: pack.kernel == "flash",
@@ -185,7 +182,7 @@ class Pack(Plugin):
         ),
     )
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         width: int | None = Field(
             default=None, gt=0, description="Maximum tokens per row; default about twice the longest sample of the step."
         )
@@ -196,35 +193,26 @@ class Pack(Plugin):
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         model = context.model
         if context.task.inputs == "images":
-            return Decision.skip("images of one size need no padding")
+            return hw.Decision.skip("images of one size need no padding")
         if model.packing_problem:
-            return Decision.skip(f"{model.architecture} {model.packing_problem}")
+            return hw.Decision.skip(f"{model.architecture} {model.packing_problem}")
         if model.is_decoder and context.task.target == "sample":
-            return Decision.skip(
+            return hw.Decision.skip(
                 f"{model.architecture} classifies the last token of a row, and packed rows have several documents"
             )
         if self.options.kernel != "auto":
-            return Decision.apply(self.describe(self.options.kernel))
+            return hw.Decision.apply(SEPARATED[self.options.kernel])
         problem = flash_problem(context)
-        kernel: Literal["mask", "flash"] = "mask" if problem else "flash"
-        return Decision.apply(self.describe(kernel) + problem, self.options.model_copy(update={"kernel": kernel}))
+        kernel = "mask" if problem else "flash"
+        return hw.Decision.apply(SEPARATED[kernel] + problem, self.options.model_copy(update={"kernel": kernel}))
 
-    def describe(self, kernel: str) -> str:
-        return "several documents per row, separated by " + ("the flash kernel" if kernel == "flash" else "a mask")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        model = context.model
-        flat = self.options.kernel == "flash"
-        recipe.collate = partial(
-            packed_collate,
-            width=self.options.width,
-            flat=flat,
-            decoder=model.is_decoder,
-            after_padding=model.model_type in POSITIONS_AFTER_PADDING,
-        )
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        model, width, flat = context.model, self.options.width, self.options.kernel == "flash"
+        after_padding = model.model_type in POSITIONS_AFTER_PADDING
+        recipe.collate = partial(packed_collate, width=width, flat=flat, decoder=model.is_decoder, after_padding=after_padding)
         recipe.process.append(masks_without_sync)
         if flat:
             recipe.model_kwargs["attn_implementation"] = "flash_attention_2"
@@ -232,7 +220,7 @@ class Pack(Plugin):
             recipe.model_steps.append(DocumentHeads().attach)
         recipe.prepared_steps.append(refuse_leaks)
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         step = run.last_step_batch
         computed = sum(rows * width for rows, width in step.sizes)
         shared = sum(number > 1 for number in step.samples_per_row)
@@ -242,11 +230,11 @@ class Pack(Plugin):
             "the check before step 1 found no leak"
         )
         if shared:
-            return Evidence.active(seen)
-        return Evidence.unknown(f"the step has a single row: {seen}") if len(step.lengths) <= 1 else Evidence.inactive(seen)
+            return hw.Evidence.active(seen)
+        return hw.Evidence.unknown(f"the step has a single row: {seen}") if len(step.lengths) <= 1 else hw.Evidence.inactive(seen)
 
 
-def flash_problem(context: Context) -> str:
+def flash_problem(context: hw.Context) -> str:
     """Why the flash kernel cannot be used, as a suffix for a reason; "" if it can."""
     if context.hardware.device_type != "cuda":
         return "; the flash kernel needs a GPU"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -109,17 +109,15 @@ class PackedCollate:
             for number in range(part.rows):
                 row = rows[part.first_row + number]
                 begin = part.start + number * part.width
-                lengths = [len(samples[i]["input_ids"]) for i in row]
-                starts = [0, *accumulate(lengths)]
+                starts = [0, *accumulate(len(samples[i]["input_ids"]) for i in row)]
                 offsets += starts[:-1]
-                for order, (index, length, at) in enumerate(zip(row, lengths, starts, strict=False), start=1):
-                    place = slice(begin + at, begin + at + length)
-                    for key in per_token:
-                        flat[key][place] = samples[index][key]
-                    flat["position_ids"][place] = np.arange(length) + self.first_position
-                    numbers[place] = order
-                padding = part.width - starts[-1]
-                flat["position_ids"][begin + starts[-1] : begin + part.width] = np.arange(padding) + self.first_position
+                for order, (at, end) in enumerate(pairwise([*starts, part.width])):
+                    place = slice(begin + at, begin + end)
+                    flat["position_ids"][place] = np.arange(end - at) + self.first_position
+                    if order < len(row):
+                        numbers[place] = order + 1
+                        for key in per_token:
+                            flat[key][place] = samples[row[order]][key]
         if not self.decoder:
             flat["document_numbers"] = numbers
         if "row_labels" in samples[0]:

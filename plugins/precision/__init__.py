@@ -2,8 +2,7 @@
 
 O1 computes matrix products in fp16 or bf16 and the rest in fp32, with Accelerate's autocast. Frozen weights, such as those under
 an adapter, are stored in half precision; whatever trains is fp32.
-O2 stores weights, activations and gradients in half precision, and the optimizer updates fp32 masters. Norm layers keep fp32
-weights and compute in fp32. Softmax is fp32 in every SDPA kernel, and the loss of the task is fp32.
+O2 stores weights, activations and gradients in half precision, and the optimizer updates fp32 masters. Norm layers keep fp32.
 pure stores weights, activations, gradients and optimizer states in bf16 and has no masters. Checkpoints and final/ hold bf16.
 fp16 uses a loss scaler. The names O1 and O2 come from Apex; Apex itself is not used.
 
@@ -24,28 +23,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import Hardware
-from hwopt.plugin import (
-    Alias,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Effect,
-    Evidence,
-    MemorySpec,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-    first_names,
-)
 from hwopt_plugins.precision.dtypes_in_use import PROFILER_NAMES, count_dtypes, frozen_in_fp32, linear_layers
-from hwopt_plugins.precision.frozen import cast_frozen, to_fp32
-from hwopt_plugins.precision.half_weights import HalfWeights, cast_without_masters
+from hwopt_plugins.precision.half_weights import HalfWeights, cast_frozen, cast_without_masters, to_fp32
 
 
 def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str]:
@@ -53,16 +34,9 @@ def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str
     bf16, fp16 = hardware.can("bf16"), hardware.can("fp16")
     if bf16:
         return "bf16", bf16.reason
-    return (
-        ("fp16", f"{fp16.reason}; bf16 {bf16.reason}")
-        if fp16
-        else ("fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})")
-    )
-
-
-def restore(model: Any, run: RunView | None = None) -> Any:
-    """`model` in fp32, as a final step."""
-    return to_fp32(model)
+    if fp16:
+        return "fp16", f"{fp16.reason}; bf16 {bf16.reason}"
+    return "fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})"
 
 
 def gradient_scaler(device_type: str) -> Any:
@@ -99,37 +73,37 @@ WORTH_IT = 0.95
 """bf16 that is not faster than this only rounds. Its time is relative to fp32."""
 
 
-class Precision(Plugin):
+class Precision(hw.Plugin):
     name = "precision"
-    stage = Stage.MODEL
-    relations = Relations(
+    stage = hw.Stage.MODEL
+    relations = hw.Relations(
         after=("adapter", "quantize"),  # adapter weights are cast too, and get masters
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 lacks="whole_gradients",
                 why="O2 moves the whole gradient to its own fp32 masters, and the engine has no whole "
                 'gradient before the update; set level = "O1"',
                 when=lambda precision, engine: precision.level == "O2" and precision.dtype != "fp32",
             ),
-            Conflict(
+            hw.Conflict(
                 lacks="whole_parameters",
                 why='pure has no fp32 masters, and the engine keeps masters of its partitions or shards; set level = "O1"',
                 when=lambda precision, engine: precision.level == "pure" and precision.dtype != "fp32",
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str | Alias]] = {
-        "fp16": Alias("dtype = 'fp16'", partial(flag_from, "fp16")),
-        "bf16": Alias("dtype = 'bf16'", partial(flag_from, "bf16")),
-        "mixed_precision": Alias("dtype", dtype_from),
-        "torch_dtype": Alias("dtype", dtype_from),
-        "fp16_opt_level": Alias("level", APEX_LEVELS.get),
-        "pure_bf16": Alias("level = 'pure'", lambda value: {"dtype": "bf16", "level": "pure"} if value else {}),
-        "fp16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
-        "bf16_full_eval": Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
+        "fp16": hw.Alias("dtype = 'fp16'", partial(flag_from, "fp16")),
+        "bf16": hw.Alias("dtype = 'bf16'", partial(flag_from, "bf16")),
+        "mixed_precision": hw.Alias("dtype", dtype_from),
+        "torch_dtype": hw.Alias("dtype", dtype_from),
+        "fp16_opt_level": hw.Alias("level", APEX_LEVELS.get),
+        "pure_bf16": hw.Alias("level = 'pure'", lambda value: {"dtype": "bf16", "level": "pure"} if value else {}),
+        "fp16_full_eval": hw.Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
+        "bf16_full_eval": hw.Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         dtype: Literal["auto", "fp16", "bf16", "fp32"] = Field(
             default="auto", description='"auto": bf16 if the hardware supports it, else fp16, else fp32.'
         )
@@ -161,20 +135,19 @@ class Precision(Plugin):
     options: Options
 
     @property
-    def effect(self) -> Effect:
+    def effect(self) -> hw.Effect:
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         options, hardware = self.options, context.hardware
         requested = options.dtype
         if options.level == "O2" and (why := context.lacking.get("masters")):
             o1 = options.model_copy(update={"level": "O1"})
-            found = type(self)(o1).probe(context)
-            return Decision.fallback(found.options[0] if found.options else o1, f"O1: {why}")
+            return hw.Decision.fallback((*type(self)(o1).probe(context).options, o1)[0], f"O1: {why}")
         if requested == "fp32":
-            return Decision.apply("full precision")
+            return hw.Decision.apply("full precision")
         if requested != "auto" and hardware.can(requested):
-            return Decision.apply(f"{options.level}: {hardware.can(requested).reason}")
+            return hw.Decision.apply(f"{options.level}: {hardware.can(requested).reason}")
         dtype, reason = best_dtype(hardware)
         ratio = None if hardware.layer is None else hardware.layer.bf16_ratio
         if requested == "auto" and dtype == "bf16" and ratio is not None:
@@ -182,14 +155,14 @@ class Precision(Plugin):
             dtype = "bf16" if ratio < WORTH_IT else "fp32"
         if options.level == "pure" and dtype == "fp16":
             to = options.model_copy(update={"dtype": dtype, "level": "O2"})
-            return Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
+            return hw.Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
         unused = {"level": "O1", "full_eval": False} if dtype == "fp32" else {}
         to = options.model_copy(update={"dtype": dtype} | unused)
         if requested == "auto":
-            return Decision.apply(f"{dtype}: {reason}", to)
-        return Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")
+            return hw.Decision.apply(f"{dtype}: {reason}", to)
+        return hw.Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         dtype = self.options.dtype
         assert dtype != "auto", "probe() replaces it"
         level = "O1" if dtype == "fp32" else self.options.level
@@ -200,7 +173,7 @@ class Precision(Plugin):
             recipe.batch["pad_to_multiple_of"] = 8  # tensor cores need multiples of 8
         if level == "O1" and dtype != "fp32" and not context.lacking:  # a model of the user's own keeps its dtypes
             recipe.model_steps.append(partial(cast_frozen, dtype))
-            recipe.final_steps.append(restore)
+            recipe.final_steps.append(to_fp32)
         if level == "pure":
             recipe.model_steps.append(partial(cast_without_masters, "bfloat16"))
         if level == "O2":
@@ -215,7 +188,7 @@ class Precision(Plugin):
             if dtype == "fp16":
                 recipe.scaler = partial(gradient_scaler, context.hardware.device_type)
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         if self.options.dtype == "fp32":
             return
         spec.frozen_bytes = 2.0
@@ -224,23 +197,23 @@ class Precision(Plugin):
             spec.master_bytes = 4.0 if self.options.level == "O2" else 0.0
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """O2, O1 and the present precision, if it is another one. fp32 is not offered."""
         dtype, _ = best_dtype(context.hardware)
         if dtype == "fp32":
             return []
         present = "fp32" if options is None or options.dtype == "fp32" else options.level
         full = {"dtype": dtype} if present == "fp32" else {}
-        o2 = Choice(changes={**full, "level": "O2"}, note=f"weights and activations in {dtype}, fp32 masters", time=0.57)
-        o1 = Choice(changes={**full, "level": "O1"}, note=f"matrix products in {dtype}, fp32 weights", time=0.6)
+        o2 = hw.Choice(changes={**full, "level": "O2"}, note=f"weights and activations in {dtype}, fp32 masters", time=0.57)
+        o1 = hw.Choice(changes={**full, "level": "O1"}, note=f"matrix products in {dtype}, fp32 weights", time=0.6)
         if present == "pure":
-            pure = Choice(changes={"level": "pure"}, note="no fp32 masters", time=0.57)
-            return [Scale(choices=(pure, replace(o1, alters=True)), present=0)]
+            pure = hw.Choice(changes={"level": "pure"}, note="no fp32 masters", time=0.57)
+            return [hw.Scale(choices=(pure, replace(o1, alters=True)), present=0)]
         if present == "fp32":
-            return [Scale(choices=(o2, o1, Choice(changes={"dtype": "fp32"})), present=2)]
-        return [Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
+            return [hw.Scale(choices=(o2, o1, hw.Choice(changes={"dtype": "fp32"})), present=2)]
+        return [hw.Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         import torch
 
         dtypes = run.observation.matmul_dtypes
@@ -252,14 +225,14 @@ class Precision(Plugin):
         seen = f"{sum(dtypes.values())} matmuls: {counted}; weights {weights}; the optimizer steps on {stepped}; "
         seen += "no loss scale" if scale is None else f"loss scale {scale.item():g}"
         if not dtypes:
-            return Evidence.unknown(f"no matmuls were recorded; {seen}")
+            return hw.Evidence.unknown(f"no matmuls were recorded; {seen}")
         linear, fell_out = linear_layers(run)
         frozen = frozen_in_fp32(run)
         seen += f"; {fell_out}" if fell_out else ""
-        seen += f"; {len(frozen)} frozen layers are stored in fp32: {first_names(frozen)}" if frozen else ""
+        seen += f"; {len(frozen)} frozen layers are stored in fp32: {hw.first_names(frozen)}" if frozen else ""
         trained = [p for p in run.inner_model.parameters() if p.requires_grad]
         half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in trained)
-        return Evidence.active(
+        return hw.Evidence.active(
             seen,
             **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
             linear_layers=linear,

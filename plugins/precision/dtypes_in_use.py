@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hwopt.plugin import RunView, first_names
-from hwopt_plugins.precision.frozen import CAST
+from hwopt_plugins.precision.half_weights import CAST
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 """Dtype -> its name in torch's profiler."""
@@ -43,8 +44,7 @@ def frozen_in_fp32(run: RunView) -> list[str]:
 
 def count_dtypes(parameters: Any) -> dict[str, int]:
     """Name of a dtype -> the number of elements of `parameters` with it."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for p in parameters:
-        name = str(p.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + p.numel()
-    return counts
+        counts[str(p.dtype).removeprefix("torch.")] += p.numel()
+    return dict(counts)

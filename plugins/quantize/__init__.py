@@ -1,8 +1,7 @@
 """Quantization for QLoRA: stores the frozen weights of linear layers in 4 or 8 bit, below a trained adapter.
 
-bitsandbytes quantizes the weights. Embeddings, norm layers and the output head keep their precision. The whole model is first
-loaded into host memory in the dtype of its file; each layer is quantized when it moves to the device. After training the weights
-are dequantized and the adapter is merged into them, without a second rounding.
+bitsandbytes quantizes the weights. Embeddings, norm layers and the output head keep their precision. The model is loaded into
+host memory; each layer is quantized when it moves to the device. After training the adapter is merged into dequantized weights.
 Memory of a quantized weight: 0.516 bytes in 4 bit (0.5625 without double quantization), 1 byte in 8 bit.
 
 Source: QLoRA, NF4 in blocks of 64 with double-quantized scales, Dettmers et al. 2023 (arXiv:2305.14314); LLM.int8(), Dettmers et
@@ -20,26 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from hwopt import plugin as hw
 from hwopt.hardware.device import GIB, Hardware
-from hwopt.plugin import (
-    OFF,
-    Alias,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    MayChangeOnResume,
-    MemorySpec,
-    ModelFacts,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-)
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 """Bits -> bytes per weight, with a 32-bit scale for each block of 64 weights in 4 bit."""
@@ -79,7 +60,7 @@ def packed_linears(model: Any) -> list[Child]:
     return [child for child in children(model) if isinstance(child[2], (nn.Linear4bit, nn.Linear8bitLt))]
 
 
-def quantize_linear(layer: Any, options: Quantize.Options, run: RunView) -> Any:
+def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> Any:
     """A linear layer of bitsandbytes on the run's device, with the quantized weight of `layer`."""
     import torch
     from bitsandbytes import nn
@@ -108,7 +89,7 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: RunView) -> Any:
     return packed.train(layer.training)
 
 
-def quantize(model: Any, run: RunView, *, options: Quantize.Options) -> Any:
+def quantize(model: Any, run: hw.RunView, *, options: Quantize.Options) -> Any:
     """`model` with its frozen linear layers quantized and all other weights in fp32, which [plugins.precision] may cast."""
     for parent, name, layer in frozen_linears(model):
         setattr(parent, name, quantize_linear(layer, options, run))
@@ -131,7 +112,7 @@ def frozen_matrices(model: Any) -> list[Any]:
     ]
 
 
-def dequantize(model: Any, run: RunView) -> Any:
+def dequantize(model: Any, run: hw.RunView) -> Any:
     """`model` with plain fp32 linear layers, in host memory: the dequantized model may not fit on the device."""
     import torch
     from peft.utils.integrations import dequantize_module_weight
@@ -150,7 +131,7 @@ def bytes_per_weight(options: Quantize.Options) -> float:
     return DOUBLE_QUANTIZED_BYTES if options.bits == 4 and options.double else BYTES[options.bits]
 
 
-def unpacked_weights(model: ModelFacts) -> dict[str, int]:
+def unpacked_weights(model: hw.ModelFacts) -> dict[str, int]:
     """Name -> number of weights that bitsandbytes cannot quantize and that are a large part of `model`, such as fused experts."""
     return {name: number for name, number in model.other_weights.items() if number > SMALL_PART * model.parameters}
 
@@ -172,26 +153,26 @@ def dtype_from(value: Any) -> dict[str, Any]:
     return {"dtype": names.get(str(value), value)}
 
 
-class Quantize(Plugin):
+class Quantize(hw.Plugin):
     name = "quantize"
-    stage = Stage.MODEL
+    stage = hw.Stage.MODEL
     effect = "method"
-    aliases: ClassVar[Mapping[str, str | Alias]] = {
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
         "load_in_4bit": "bits = 4",
         "load_in_8bit": "bits = 8",
         "bnb_4bit_use_double_quant": "double",
-        "bnb_4bit_compute_dtype": Alias("dtype", dtype_from),
+        "bnb_4bit_compute_dtype": hw.Alias("dtype", dtype_from),
         "quantization_config": "enabled = true",
     }
-    relations = Relations(
+    relations = hw.Relations(
         after=("adapter",),  # weights that the adapter trains are not quantized
         requires=("adapter",),
         conflicts=(
-            Conflict(
+            hw.Conflict(
                 lacks="packed_weights",
                 why="quantized weights are packed bytes, which the engine cannot shard or offload; keep one of the two tables",
             ),
-            Conflict(
+            hw.Conflict(
                 plugin="adapter",
                 why='PEFT loses the scales of 8-bit weights with DoRA; set bits = 4, or kind = "lora" in [plugins.adapter]',
                 when=lambda quantize, adapter: quantize.bits == 8 and adapter.kind == "dora",
@@ -199,34 +180,34 @@ class Quantize(Plugin):
         ),
     )
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         bits: Literal[4, 8] = Field(default=4, description="4: NF4 in blocks of 64; 8: LLM.int8().")
         double: bool = Field(default=True, description="4 bit only: also quantize the block scales.")
-        dtype: Annotated[
-            Literal["auto", "bf16", "fp16", "fp32"], MayChangeOnResume()  # "auto" depends on the hardware
-        ] = Field(
-            default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
+        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], hw.MayChangeOnResume()] = (
+            Field(  # "auto" depends on the hardware
+                default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
+            )
         )
 
     options: Options
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if not context.has("bitsandbytes"):
-            return Decision.skip("bitsandbytes is not installed")
+            return hw.Decision.skip("bitsandbytes is not installed")
         dtype = compute_dtype(context.hardware) if self.options.dtype == "auto" else self.options.dtype
         chosen = self.options.model_copy(update={"dtype": dtype})
         what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
         if chosen.bits == 8:
             what = "8 bit (LLM.int8()), 1 byte per weight"
         left = describe_unpacked(unpacked_weights(context.model))
-        return Decision.apply(f"frozen linear layers in {what}{left}", chosen)
+        return hw.Decision.apply(f"frozen linear layers in {what}{left}", chosen)
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory
         recipe.model_steps.append(partial(quantize, options=self.options))
         recipe.final_steps.append(dequantize)
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         model = context.model
         embeddings = 2 * model.vocab_size * model.hidden_size  # input embeddings and output head
         spec.packed = max(spec.parameters - embeddings - sum(model.other_weights.values()), 0)
@@ -234,14 +215,14 @@ class Quantize(Plugin):
         spec.unpacked = unpacked_weights(model)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         if options is not None and options.bits == 4:
             return []
         note = "rounds the frozen weights to 4 bit (needs [plugins.adapter])"
-        four_bit = Choice(changes={"bits": 4}, note=note, time=1.3, alters=True)
-        return [Scale(choices=(four_bit, Choice(changes={"bits": 8}) if options else OFF), present=1)]
+        four_bit = hw.Choice(changes={"bits": 4}, note=note, time=1.3, alters=True)
+        return [hw.Scale(choices=(four_bit, hw.Choice(changes={"bits": 8}) if options else hw.OFF), present=1)]
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]
         kinds = sorted({f"{type(layer).__name__} in {str(layer.weight.dtype).removeprefix('torch.')}" for layer in layers})
         size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
@@ -253,7 +234,7 @@ class Quantize(Plugin):
         if others := frozen_matrices(run.inner_model):
             seen += f"; {sum(p.nbytes for p in others):,} bytes in {len(others)} matrices outside of linear layers not quantized"
         bits = round(8 * size / elements) if elements else 32
-        return Evidence("active" if layers and not missed else "inactive", seen, {"bits": bits})
+        return hw.Evidence("active" if layers and not missed else "inactive", seen, {"bits": bits})
 
     def expects(self) -> Mapping[str, Any]:
         return {"bits": self.options.bits}

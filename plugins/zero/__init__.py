@@ -3,7 +3,7 @@
 Stage 1 shards the optimizer state and the fp32 masters, stage 2 also the gradients, stage 3 also the weights.
 `offload = "optimizer"` moves optimizer state and update to the host; "parameters" (stage 3) moves the weights too. The update on
 the CPU uses torch's fused AdamW, which is as fast as DeepSpeed's CPU Adam and needs no compiler.
-With half precision DeepSpeed keeps half-precision weights and updates fp32 masters. Accelerate creates the engine of DeepSpeed.
+With half precision DeepSpeed keeps half-precision weights and updates fp32 masters.
 A step that ran out of memory cannot be run again, because the other ranks wait inside it.
 
 Source: ZeRO, Rajbhandari et al. 2020 (arXiv:1910.02054); ZeRO-Offload, Ren et al. 2021 (arXiv:2101.06840).
@@ -15,43 +15,20 @@ Numerical effect: rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hwopt.plugin import (
-    OFF,
-    Capability,
-    Choice,
-    Conflict,
-    Context,
-    Decision,
-    Evidence,
-    MemorySpec,
-    Plugin,
-    PluginOptions,
-    Recipe,
-    Relations,
-    RunView,
-    Scale,
-    Stage,
-    Traits,
-)
+from hwopt import plugin as hw
 from hwopt_plugins.zero.process import process_group
 
 Offload = Literal["none", "optimizer", "parameters"]
 Level = Literal[0, 1, 2, 3]
-COMBINATIONS: tuple[tuple[Level, Offload], ...] = (  # cheapest first
-    (0, "none"),
-    (1, "none"),
-    (2, "none"),
-    (3, "none"),
-    (1, "optimizer"),
-    (2, "optimizer"),
-    (3, "optimizer"),
-    (3, "parameters"),
-)
+STAGES: dict[Offload, tuple[Level, ...]] = {"none": (0, 1, 2, 3), "optimizer": (1, 2, 3), "parameters": (3,)}
+COMBINATIONS = [(stage, offload) for offload, stages in STAGES.items() for stage in stages]
+"""Stages and offloads that can be used together, cheapest first."""
 BUCKET = 1 << 24
 """Elements that are reduced at once. DeepSpeed's default of 5e8 needs a gigabyte."""
 OFFLOADED_BYTES = 18
@@ -93,11 +70,9 @@ def engine_config(stage: int, offload: Offload, pin_memory: bool) -> dict[str, A
 
 def deepspeed_plugin(config: dict[str, Any]) -> Any:
     """Accelerate's DeepSpeedPlugin, set so that the model is created without DeepSpeed, with the same random weights as usual."""
-    import copy
-
     from accelerate.utils import DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config), zero3_init_flag=False)
+    plugin = DeepSpeedPlugin(hf_ds_config=deepcopy(config), zero3_init_flag=False)
     plugin.set_deepspeed_weakref = lambda: None  # otherwise transformers creates models in shards
     return plugin
 
@@ -109,24 +84,24 @@ def gloo_backend() -> Any:
     return InitProcessGroupKwargs(backend="gloo")
 
 
-def zero_engine(run: RunView) -> Any:
+def zero_engine(run: hw.RunView) -> Any:
     from hwopt_plugins.zero.engine import ZeroEngine
 
     return ZeroEngine(run)
 
 
-def make_stand_in(run: RunView, **settings: Any) -> Any:
+def make_stand_in(run: hw.RunView, **settings: Any) -> Any:
     from hwopt_plugins.zero.stand_in import ZeroStandIn
 
     return ZeroStandIn(run, **settings)
 
 
-class Zero(Plugin):
+class Zero(hw.Plugin):
     name = "zero"
-    stage = Stage.DISTRIBUTION
+    stage = hw.Stage.DISTRIBUTION
     effect = "rounding"
-    relations = Relations(
-        conflicts=(Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
+    relations = hw.Relations(
+        conflicts=(hw.Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
     )
     aliases: ClassVar[Mapping[str, str]] = {
         "deepspeed": "enabled = true",
@@ -134,7 +109,7 @@ class Zero(Plugin):
         "zero_offload": "offload",
     }
 
-    class Options(PluginOptions):
+    class Options(hw.PluginOptions):
         stage: Literal["auto"] | Level = Field(
             default="auto", description='ZeRO stage; 0: off; "auto": the cheapest that fits according to the memory plan.'
         )
@@ -154,28 +129,28 @@ class Zero(Plugin):
     options: Options
 
     @property
-    def traits(self) -> Traits:
-        lacks: list[Capability] = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
+    def traits(self) -> hw.Traits:
+        lacks: list[hw.Capability] = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
         if self.options.stage == 3:
             lacks += ["whole_weights", "whole_graph"]
         if self.options.offload != "none":
             lacks.append("device_update")
-        return Traits(lacks=tuple(lacks))
+        return hw.Traits(lacks=tuple(lacks))
 
-    def probe(self, context: Context) -> Decision:
+    def probe(self, context: hw.Context) -> hw.Decision:
         if not context.has("deepspeed"):
-            return Decision.skip("DeepSpeed is not installed (pip install 'hwopt[deepspeed]')")
+            return hw.Decision.skip("DeepSpeed is not installed (pip install 'hwopt[deepspeed]')")
         options = self.options
         if "auto" in (options.stage, options.offload):
             note = "; on one device nothing is sharded, only offload saves memory" if context.world_size == 1 else ""
             found = useful_combinations(options.stage, options.offload, context.world_size)
             candidates = [options.model_copy(update={"stage": stage, "offload": offload}) for stage, offload in found]
             if len(candidates) == 1:
-                return Decision.apply(f"the only possible combination{note}", candidates[0])
-            return Decision.choose(candidates, f"the cheapest of {len(candidates)} combinations that fits{note}")
-        return Decision.apply(self.describe(context))
+                return hw.Decision.apply(f"the only possible combination{note}", candidates[0])
+            return hw.Decision.choose(candidates, f"the cheapest of {len(candidates)} combinations that fits{note}")
+        return hw.Decision.apply(self.describe(context))
 
-    def describe(self, context: Context) -> str:
+    def describe(self, context: hw.Context) -> str:
         stage, offload, ranks = self.options.stage, self.options.offload, context.world_size
         sharded = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
         where = {"none": "", "optimizer": "; optimizer in host memory", "parameters": "; optimizer and weights in host memory"}
@@ -184,10 +159,9 @@ class Zero(Plugin):
             text += "; on one device that saves nothing: set offload, or start more ranks"
         return text
 
-    def apply(self, recipe: Recipe, context: Context) -> None:
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         stage, offload = self.options.stage, self.options.offload
-        assert stage != "auto", "probe() replaces it"
-        assert offload != "auto", "probe() replaces it"
+        assert stage != "auto" and offload != "auto", "probe() replaces it"  # noqa: PT018
         if stage == 0:
             return
         cuda = context.hardware.device_type == "cuda"
@@ -199,19 +173,18 @@ class Zero(Plugin):
             recipe.accelerator["kwargs_handlers"].append(gloo_backend)
         recipe.engine = zero_engine
 
-    def memory(self, spec: MemorySpec, context: Context) -> None:
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         stage, offload = int(self.options.stage), self.options.offload
         if stage == 0:
             return
         on_host = context.hardware.device_type != "cpu"  # the memory of a CPU device is host memory
-        spec.stand_ins["engine"] = partial(
-            make_stand_in,
-            stage=stage,
-            ranks=context.world_size,
-            offload=offload != "none",
-            host=not on_host,
-            bucket=BUCKET,
-        )
+        settings: dict[str, Any] = {
+            "stage": stage,
+            "ranks": context.world_size,
+            "offload": offload != "none",
+            "host": not on_host,
+        }
+        spec.stand_ins["engine"] = partial(make_stand_in, bucket=BUCKET, **settings)
         spec.master_bytes = 4.0
         if on_host and offload != "none":
             spec.host += OFFLOADED_BYTES * spec.trained / context.world_size
@@ -224,7 +197,7 @@ class Zero(Plugin):
             spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
 
     @classmethod
-    def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
+    def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         if not cls(cls.Options()).probe(context).options:
             return []
         offers: dict[tuple[Level, Offload], tuple[float, str]] = {
@@ -238,17 +211,17 @@ class Zero(Plugin):
         now: Any = (0, "none") if options is None else (options.stage, options.offload)
         time, _ = offers.get(now, (1.0, ""))
         choices = [
-            Choice(changes={"stage": stage, "offload": offload}, note=note, time=time)
+            hw.Choice(changes={"stage": stage, "offload": offload}, note=note, time=time)
             for (stage, offload), (time, note) in offers.items()
             if COMBINATIONS.index((stage, offload)) > COMBINATIONS.index(now)
         ]
-        present = OFF if options is None else Choice(changes=options.model_dump(), time=time)
-        return [Scale(choices=(*choices, present), present=len(choices))] if choices else []
+        present = hw.OFF if options is None else hw.Choice(changes=options.model_dump(), time=time)
+        return [hw.Scale(choices=(*choices, present), present=len(choices))] if choices else []
 
-    def evidence(self, run: RunView) -> Evidence:
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
         kind = type(run.model).__name__
         if kind != "DeepSpeedEngine":
-            return Evidence.active(f"the model runs in {kind} with {type(run.engine).__name__}", stage=0)
+            return hw.Evidence.active(f"the model runs in {kind} with {type(run.engine).__name__}", stage=0)
         optimizer, (local, total) = run.model.optimizer, run.engine.sizes()  # type: ignore[attr-defined]
         stage = stage_of(optimizer)
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
@@ -259,7 +232,7 @@ class Zero(Plugin):
         )
         shares = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
         found = {"stage": stage, "optimizer_on": "/".join(devices)}
-        return Evidence.active(seen, **found) if shares else Evidence.inactive(seen, **found)
+        return hw.Evidence.active(seen, **found) if shares else hw.Evidence.inactive(seen, **found)
 
     def expects(self) -> Mapping[str, Any]:
         if self.options.stage == 0:

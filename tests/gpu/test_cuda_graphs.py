@@ -63,7 +63,7 @@ def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert graphed.warnings == []
     passes = graphed.run.forward_backward
     assert passes.graphs
-    assert passes.calls.replayed, "in the last step"
+    assert passes.calls["replayed"], "in the last step"
     assert {alone for alone, *_ in passes.graphs} == (
         {True, False} if "or several" in case else {"train" in tables.get("batch", {})}
     )

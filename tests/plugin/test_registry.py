@@ -1,29 +1,12 @@
 from __future__ import annotations
 
-import sys
-import types
 from importlib.metadata import EntryPoint
 
 import pytest
 
-from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Relations, Stage
 from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract, contract_members
-
-BUILT_IN = [
-    "adapter",
-    "batch",
-    "checkpointing",
-    "compile",
-    "length_batching",
-    "dataloader",
-    "optimizer",
-    "precision",
-    "schedule",
-    "sdpa",
-    "tf32",
-]
 
 
 class Good(Plugin):
@@ -34,17 +17,10 @@ class Good(Plugin):
         return Decision.apply("always works")
 
 
-def module_with(monkeypatch: pytest.MonkeyPatch, **content: object) -> str:
-    made = types.ModuleType("a_strangers_module")
-    made.__dict__.update(content)
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made.__name__
-
-
 def test_built_ins_come_through_entry_points() -> None:
     registry = Registry()
-    assert set(BUILT_IN) <= set(registry.names)
-    for name in BUILT_IN:
+    assert {"adapter", "batch", "precision"} <= set(registry.names)
+    for name in registry.names:
         assert registry.plugin(name).name == name
         assert registry.distribution(name).startswith("hwopt ")
 
@@ -54,22 +30,11 @@ def test_unknown_plugin_name_suggests_the_nearest() -> None:
         Registry().plugin("optimiser", "profile.toml:4")
 
 
-def test_third_party_plugin_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = module_with(monkeypatch, Good=Good)
-    registry = Registry([EntryPoint("good", f"{module}:Good", PLUGIN_GROUP)])
-    assert registry.plugin("good") is Good
-
-
-def test_plugin_that_cannot_be_imported_is_named() -> None:
-    registry = Registry([EntryPoint("lost", "no_such_module_anywhere:Lost", PLUGIN_GROUP)])
-    with pytest.raises(PluginError, match="'lost'.*cannot be imported.*no_such_module_anywhere"):
+@pytest.mark.parametrize("target", ["no_such_module_anywhere:Lost", "hwopt.plugin:Lost"])
+def test_plugin_that_cannot_be_imported_is_named(target: str) -> None:
+    registry = Registry([EntryPoint("lost", target, PLUGIN_GROUP)])
+    with pytest.raises(PluginError, match=f"'lost'.*cannot be imported.*{target}"):
         registry.plugin("lost")
-
-
-def test_plugin_that_raises_on_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = module_with(monkeypatch)  # the attribute is missing
-    with pytest.raises(PluginError, match="'broken'"):
-        Registry([EntryPoint("broken", f"{module}:Broken", PLUGIN_GROUP)]).plugin("broken")
 
 
 def test_duplicate_name_names_both_entry_points() -> None:
@@ -102,15 +67,8 @@ def test_every_broken_rule_is_named(change: dict[str, object], expected: str) ->
 
 
 def test_object_that_is_not_a_plugin_is_refused() -> None:
-    for thing in (PluginOptions, 3, None):
-        with pytest.raises(PluginError, match="expected a subclass"):
-            check_contract(thing, "good", "author 1.0")
-
-
-def test_profiles_are_files() -> None:
-    files = profile_files()
-    assert {"rtx3070_8gb", "rtx3090_24gb", "t4_16gb", "cpu"} <= set(files)
-    assert all(path.is_file() for path in files.values())
+    with pytest.raises(PluginError, match="expected a subclass"):
+        check_contract(PluginOptions, "good", "author 1.0")
 
 
 def test_contract_has_few_members() -> None:

@@ -8,7 +8,7 @@ import torch
 from plugin_cases import Cases, Mutation, release_memory
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, verify
+from hwopt.plugin import verify
 from hwopt_plugins.allocator import Allocator, allocator_settings, expandable_segments, has_virtual_memory
 
 
@@ -30,12 +30,6 @@ def test_only_native_linux_has_virtual_memory(system, release, why):
     able = has_virtual_memory(replace(described("a card", (8, 6), 8.0), system=system), release)
     assert bool(able) == (why == "")
     assert why in able.reason
-
-
-def test_cpu_is_skipped():
-    decision = Allocator(Allocator.Options()).probe(Context(described("a CPU", None, 8.0), {}, None, None))
-    assert decision.kind == "skip"
-    assert "found a CPU" in decision.reason
 
 
 @pytest.mark.parametrize(

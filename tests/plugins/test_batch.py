@@ -9,7 +9,7 @@ from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe, verify
-from hwopt_plugins.batch import Batch, micro_batches
+from hwopt_plugins.batch import Batch
 
 
 def context(world_size=1):
@@ -33,18 +33,20 @@ def test_batch_sizes_are_written_to_the_recipe():
 
 
 @pytest.mark.parametrize(
-    ("effective", "train", "ranks", "wanted"), [(128, 16, 1, 8), (128, 16, 2, 4), (100, 16, 2, 4), (1, 16, 1, 1)]
+    ("ranks", "options", "reason"),
+    [
+        (
+            2,
+            {"train": 64, "gradient_accumulation_steps": 2},
+            "128 rows per step over 2 ranks: 1 micro-batch of up to 64 on each",
+        ),
+        (4, {"train": 64}, "64 rows per step over 4 ranks: 1 micro-batch of up to 16 on each; "),
+        (1, {"train": 16, "effective": 100}, "7 micro-batches of up to 16"),
+        (1, {"effective": 64, "gradient_accumulation_steps": 2}, "instead of gradient_accumulation_steps = 2"),
+    ],
 )
-def test_micro_batches_per_step_divide_the_effective_batch(effective, train, ranks, wanted):
-    assert micro_batches(effective, train, ranks) == wanted
-
-
-def test_reasons_hold_the_numbers():
-    reason = Batch(Batch.Options(train=64, gradient_accumulation_steps=2)).probe(context(2)).reason
-    assert reason.startswith("128 rows per step over 2 ranks: 1 micro-batch of up to 64 on each; ")
-    reason = Batch(Batch.Options(train=64)).probe(context(4)).reason
-    assert reason.startswith("64 rows per step over 4 ranks: 1 micro-batch of up to 16 on each; ")
-    assert "7 micro-batches of up to 16" in Batch(Batch.Options(train=16, effective=100)).probe(context()).reason
+def test_reasons_hold_the_numbers(ranks, options, reason):
+    assert reason in Batch(Batch.Options(**options)).probe(context(ranks)).reason
 
 
 def test_fewer_samples_than_ranks_are_refused():
@@ -63,19 +65,9 @@ def test_evidence_compares_micro_batches_with_the_options():
     assert verify(plugin, after(step(32, [(20, 8), (12, 30)]))).status == "active"
     assert verify(plugin, after(step(9, [(9, 8)]))).status == "inactive"
     assert verify(plugin, after(step(9, [(9, 8)]), last_of_epoch=True)).status == "unknown"
-    assert verify(plugin, after(step(64, [(64, 8)]))).status == "inactive"
-
-
-def test_evidence_of_an_effective_batch_that_ranks_do_not_divide():
-    plugin = Batch(Batch.Options(train=16, effective=100))
+    plugin = Batch(Batch.Options(train=16, effective=100))  # three ranks do not divide it
     assert verify(plugin, after(step(34, [(16, 8), (16, 8), (2, 8)]), 3)).status == "active"
     assert verify(plugin, after(step(100, [(16, 8)]), 3)).status == "inactive"
-
-
-def test_effective_overrides_accumulation_with_a_reason():
-    plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2, effective=64))
-    assert "instead of gradient_accumulation_steps = 2" in plugin.probe(context()).reason
-    assert written(train=16, gradient_accumulation_steps=2, effective=64) == {"train": 16, "eval": 32, "effective": 64}
 
 
 def half_of_each_step(patch):

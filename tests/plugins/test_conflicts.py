@@ -13,7 +13,7 @@ from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
-from hwopt.plugin import CAPABILITIES, Conflict, Context, Decision, Plugin, Recipe, Relations, Stage, Traits
+from hwopt.plugin import Conflict, Context, Decision, Plugin, Recipe, Relations, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -48,19 +48,6 @@ def test_conflict_names_both_lines_of_the_profile(name: str, case: Refused, tmp_
 def test_every_declared_conflict_is_refused(tmp_path: Path) -> None:
     messages = [refusal(case, tmp_path)[0] for _, case in REFUSED]
     assert [conflict.why for _, conflict in declared() if not any(conflict.why in message for message in messages)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("zero", {"stage": 2, "offload": "none"}), ("zero", {"stage": 3, "offload": "parameters"}), ("fsdp", {})],
-)
-def test_engine_lacks_what_its_plugin_declares(name: str, options: dict[str, Any]) -> None:
-    from hwopt.distributed.sharded_engine import ShardedEngine
-
-    plugin_class = REGISTRY.plugin(name)
-    lacks = plugin_class(plugin_class.Options(**options)).traits.lacks
-    assert set(lacks) <= set(CAPABILITIES)
-    assert ("retry" in lacks) == (not ShardedEngine.supports_retry)
 
 
 class Third(Plugin):
@@ -105,7 +92,6 @@ IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": {"clipping": "off"}, "ba
         (Third, ZERO, "whole_parameters"),
         (Noise, ZERO, "whole_gradients"),
         (Elementwise, ZERO, None),
-        (Third, NO_ENGINE, None),
         (Noise, NO_ENGINE, None),
         (Third, IN_BACKWARD, "single_update"),
         (Scaled, IN_BACKWARD, "whole_gradients"),
@@ -135,10 +121,8 @@ def test_conflict_names_exactly_one_known_target(given: dict[str, str]) -> None:
     "tables",
     [
         {"precision": {"dtype": "bf16", "level": "O1"}, "zero": {"stage": 2, "offload": "none"}},
-        {"optimizer": {"name": "adamw_torch"}, "zero": {"stage": 3, "offload": "none"}},
         {"fused_loss": {}, "zero": {"stage": 2, "offload": "none"}},
         {"sdpa": {}, "pack": {}},
-        {"group_lengths": {}, "length_batching": {}},
         {"optimizer": {"name": "adamw_bnb_8bit"}, "zero": {"stage": 0, "offload": "none"}},
     ],
 )

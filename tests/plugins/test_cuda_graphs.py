@@ -18,11 +18,6 @@ from hwopt_plugins.cuda_graphs import few_widths
 CARD = described("a card", (8, 6), 24.0)
 
 
-def test_a_cpu_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path)))
-    assert (entry.decision, "need a CUDA device, found" in entry.reason) == ("skip", True)
-
-
 def test_large_micro_batches_run_eagerly_by_the_forecast(tmp_path: Path) -> None:
     """Twice as many tokens on a card that computes them twice as fast; none where the weights alone take longer."""
     entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path), hardware=CARD))

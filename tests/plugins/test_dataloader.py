@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe, verify
-from hwopt_plugins.dataloader import Dataloader, auto_workers, cores_of_a_rank
+from hwopt_plugins.dataloader import Dataloader, cores_of_a_rank
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -20,19 +20,10 @@ def context(hardware, world_size=1):
     return Context(hardware, {}, None, None, world_size)
 
 
-def decided(hardware, world_size=1, **options):
-    return Dataloader(Dataloader.Options(**options)).probe(context(hardware, world_size))
-
-
 def loader_settings(options):
     recipe = Recipe()
     Dataloader(options).apply(recipe, context(T4))
     return dict(recipe.loader)
-
-
-@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 2), (4, 3), (5, 4), (64, 4)])
-def test_auto_workers_follow_the_cores(cores, workers):
-    assert auto_workers(cores) == workers
 
 
 def test_ranks_on_one_machine_share_its_cores():
@@ -41,36 +32,30 @@ def test_ranks_on_one_machine_share_its_cores():
     assert cores_of_a_rank(replace(T4, count=4, cpu_cores=2), world_size=4) == 1
 
 
-def test_auto_pins_memory_only_for_a_card():
-    card, cpu = decided(T4), decided(CPU)
-    assert (card.kind, card.options[0].num_workers, card.options[0].pin_memory) == ("apply", 4, True)
-    assert (cpu.kind, cpu.options[0].num_workers, cpu.options[0].pin_memory) == ("apply", 4, False)
-    assert "8 cores" in card.reason
-    assert "0 workers for 2 cores" in decided(replace(CPU, cpu_cores=2)).reason
-
-
-def test_workers_are_limited_to_the_cores():
-    decision = decided(replace(T4, cpu_cores=2, source="detected"), num_workers=8)
-    assert (decision.kind, decision.options[0].num_workers) == ("fallback", 2)
-    assert "8 workers need 8 cores, a rank has 2" in decision.reason
-
-
-def test_cores_of_this_machine_do_not_limit_a_plan_for_another():
-    """A fallback would fail `--strict` on a laptop, for a card that is in a machine with more cores."""
-    decision = decided(replace(T4, cpu_cores=2), num_workers=8)
-    assert (decision.kind, decision.options[0].num_workers) == ("apply", 8)
-    assert "they need 8 cores a process, which this machine does not have (2)" in decision.reason
-
-
-def test_pinning_without_cuda_falls_back():
-    decision = decided(CPU, num_workers=2, pin_memory=True)
-    assert (decision.kind, decision.options[0].pin_memory) == ("fallback", False)
-    assert "needs a CUDA device, found a CPU" in decision.reason
-
-
-def test_fork_falls_back_to_spawn_on_windows():
-    decision = decided(replace(T4, system="Windows"), num_workers=2, multiprocessing_context="fork")
-    assert (decision.kind, decision.options[0].multiprocessing_context) == ("fallback", "spawn")
+@pytest.mark.parametrize(
+    ("hardware", "options", "kind", "chosen", "why"),
+    [
+        (T4, {}, "apply", {"num_workers": 4, "pin_memory": True}, "4 workers for 8 cores"),
+        (CPU, {}, "apply", {"num_workers": 4, "pin_memory": False}, "not pinned"),
+        (replace(CPU, cpu_cores=2), {}, "apply", {"num_workers": 0}, "0 workers for 2 cores"),
+        (replace(T4, cpu_cores=3), {}, "apply", {"num_workers": 2}, "2 workers for 3 cores"),
+        (replace(T4, cpu_cores=2, source="detected"), {"num_workers": 8}, "fallback", {"num_workers": 2}, "a rank has 2"),
+        # a fallback would fail `--strict` on a laptop, for a card that is in a machine with more cores
+        (replace(T4, cpu_cores=2), {"num_workers": 8}, "apply", {"num_workers": 8}, "this machine does not have (2)"),
+        (CPU, {"pin_memory": True}, "fallback", {"pin_memory": False}, "needs a CUDA device, found a CPU"),
+        (
+            replace(T4, system="Windows"),
+            {"multiprocessing_context": "fork"},
+            "fallback",
+            {"multiprocessing_context": "spawn"},
+            "Windows cannot start processes by 'fork'",
+        ),
+    ],
+)
+def test_decision_depends_on_cores_and_device(hardware, options, kind, chosen, why):
+    decision = Dataloader(Dataloader.Options(**options)).probe(context(hardware))
+    assert (decision.kind, why in decision.reason) == (kind, True), decision.reason
+    assert chosen.items() <= vars(decision.options[0]).items()
 
 
 def test_no_worker_settings_without_workers():
@@ -89,13 +74,6 @@ def test_real_loader_accepts_the_settings(start):
     assert "1 alive" in evidence.seen
     loader._iterator._shutdown_workers()
     assert verify(Dataloader(options), run).status == "inactive"
-
-
-def test_evidence_is_inactive_for_another_loader():
-    run = SimpleNamespace(train_loader=DataLoader([1], num_workers=0), last_step_batch=SimpleNamespace(pinned=False))
-    assert verify(Dataloader(Dataloader.Options(num_workers=2, pin_memory=False)), run).status == "inactive"
-    assert verify(Dataloader(Dataloader.Options(num_workers=0, pin_memory=False)), run).status == "active"
-    assert verify(Dataloader(Dataloader.Options(num_workers=0, pin_memory=True)), run).status == "inactive"
 
 
 def no_workers(patch):

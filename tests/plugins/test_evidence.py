@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,55 +13,8 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Evidence, Plugin, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_LLAMA, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.testing.observed_run import NOT_OBSERVED, observed_evidence
+from hwopt.testing.plugin_contract import observed_evidence
 from hwopt.training.evidence import worst_of_ranks
-
-ASKED_FOR = {"options", *NOT_OBSERVED} - {"batch", "loss"}
-"""Attributes that hold what was asked for; the other two are no others' names in these modules."""
-
-
-def functions(plugin: type[Plugin]) -> Iterator[ast.FunctionDef]:
-    """`evidence` of `plugin`, and the functions of its module that it calls, directly or through another one."""
-    tree = ast.parse(inspect.getsource(sys.modules[plugin.__module__]))
-    helpers = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    methods = [node for cls in tree.body if isinstance(cls, ast.ClassDef) and cls.name == plugin.__name__ for node in cls.body]
-    waiting = [node for node in methods if isinstance(node, ast.FunctionDef) and node.name == "evidence"]
-    seen: set[str] = set()
-    while waiting:
-        function = waiting.pop()
-        yield function
-        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} & helpers.keys() - seen
-        waiting += [helpers[name] for name in sorted(names)]
-        seen |= names
-
-
-def reads(function: ast.FunctionDef) -> list[str]:
-    """What `function` reads of the options, the plan or the recipe, with its line."""
-    found = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute):
-            of_run = isinstance(node.value, ast.Name) and node.value.id == "run" and node.attr in NOT_OBSERVED
-            if node.attr in ASKED_FOR or of_run:
-                found.append(f"{function.name}, line {node.lineno}: .{node.attr}")
-        elif isinstance(node, ast.Constant) and node.value in ASKED_FOR:  # getattr(run, "plan")
-            found.append(f"{function.name}, line {node.lineno}: {node.value!r}")
-    return found
-
-
-@pytest.mark.parametrize("name", Registry().names)
-def test_evidence_reads_no_options_plan_or_recipe(name: str) -> None:
-    checked = list(functions(Registry().plugin(name)))
-    assert checked, "the plugin has an evidence() of its own"
-    assert [each for function in checked for each in reads(function)] == []
-
-
-@pytest.mark.parametrize(
-    "line", ["self.options.rows", "run.plan", "run.recipe.cut", 'getattr(run, "plan")', "run.training", "run.batch"]
-)
-def test_rule_finds_what_evidence_may_not_read(line: str) -> None:
-    (function,) = ast.parse(f"def evidence(self, run):\n    return {line}").body
-    assert isinstance(function, ast.FunctionDef)
-    assert reads(function) != []
 
 
 @pytest.mark.parametrize("name", Registry().names)

@@ -1,23 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_cases import Cases, Mutation
 
-from hwopt.plugin.registry import Registry
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-
-GroupLengths = Registry().plugin("group_lengths")
-
-
-def grouped(*arguments, **options):
-    from hwopt_plugins.group_lengths import grouped as function
-
-    return function(*arguments, **options)
+from hwopt_plugins.group_lengths import grouped
 
 
 def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
@@ -27,21 +16,6 @@ def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(1, 64), st.integers(0, 5), st.floats(0, 1))
 def test_every_sample_is_used_once(lengths, rows, epoch, noise):
     assert sorted(grouped(lengths, 0, epoch, rows, noise=noise)) == list(range(len(lengths)))
-
-
-@given(st.integers(2, 40), st.integers(1, 400))
-def test_without_noise_a_step_holds_neighbours_of_the_sorted_lengths(rows, samples):
-    """Only the last, smaller group may be out of order."""
-    lengths = long_tailed(samples)
-    order = grouped(lengths, 0, 0, rows, noise=0.0)
-    line = sorted(lengths)
-    left = samples % rows
-    last = sorted(lengths[order[samples - left :]]) if left else []
-    if left:
-        at = next(at for at in range(0, samples, rows) if line[at : at + left] == last)
-        line = line[:at] + line[at + left :]
-    groups = sorted(sorted(lengths[order[at : at + rows]].tolist()) for at in range(0, samples - left, rows))
-    assert groups == sorted(line[at : at + rows] for at in range(0, len(line), rows))
 
 
 def test_order_is_fixed_by_seed_and_epoch():
@@ -72,17 +46,6 @@ def test_padding_is_reduced():
     random = np.random.default_rng(0).permutation(len(lengths))
     assert sum(lengths) / computed(grouped(lengths, 0, 0, 64)) > 0.85
     assert sum(lengths) / computed(random) < 0.35
-
-
-def test_run_with_grouped_lengths_shows_active_evidence(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path / "data", samples=40, max_steps=6)
-    recorder = train_tiny(plan_for(tiny_profile(group_lengths={}, length_batching={}), job), tmp_path)
-    evidence = {entry.name: evidence for entry, evidence in recorder.found}["group_lengths"]
-    assert evidence.status == "active", evidence
-    lengths = recorder.run.train_loader.sampler.lengths
-    seen = [sample for step in recorder.run.train_loader.sampler for sample in step.samples][:40]
-    assert sorted(seen) == list(range(40))
-    assert np.std([lengths[sample] for sample in seen[:8]]) < np.std(lengths)
 
 
 def no_sorting(patch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,6 @@ def plain():
     return trained("adamw_torch")
 
 
-@pytest.mark.parametrize("hardware", [T4, described("A100", (8, 0), 40.0), described("RTX 3070", (8, 6), 8.0)])
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_4bit"])
-def test_first_optimizer_is_used_on_a_card(hardware, name):
-    assert decided(hardware, name, "adamw_torch" if name != "adamw_torch" else "adamw_torch_fused").kind == "apply"
-
-
 @pytest.fixture
 def broken(monkeypatch):
     """bitsandbytes and torchao are installed and cannot be imported."""
@@ -78,40 +72,31 @@ def broken(monkeypatch):
 
 
 @pytest.mark.usefixtures("broken")
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
+@pytest.mark.parametrize("name", ["paged_adamw_8bit", "adamw_torch_8bit"])
 def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
     decision = decided(replace(T4, compiler="g++"), name, "adamw_torch_fused")
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
     assert "cannot be imported (ModuleNotFoundError: " in decision.reason
-    assert decided(replace(T4, compiler="g++"), name).options[0].name == "adamw_torch"
 
 
-def test_import_that_ends_the_process_is_a_failure(tmp_path, monkeypatch):
-    (tmp_path / "quits.py").write_text("print('noise')\nraise SystemExit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert import_failure("quits") == "SystemExit: 3"
+@pytest.mark.parametrize(
+    ("names", "takes", "why"),
+    [
+        (["adamw_bnb_8bit", "adamw_torch_fused"], "adamw_torch_fused", "slow and there is no card memory to save"),
+        (["paged_adamw_8bit", "adamw_torch"], "adamw_torch", "found a CPU"),
+        (["adamw_torch_8bit", "adamw_torch"], "adamw_torch", "needs a C++ compiler"),
+        (["paged_adamw_32bit", "paged_adamw_8bit"], "adamw_torch", "takes adamw_torch, the last candidate"),
+    ],
+)
+def test_optimizer_that_a_cpu_cannot_run_falls_back_with_the_reason(names, takes, why):
+    decision = decided(replace(CPU, compiler=None), *names)
+    assert (decision.kind, decision.options[0].name) == ("fallback", takes)
+    assert why in decision.reason
 
 
-def test_bitsandbytes_on_a_cpu_only_without_fallbacks():
-    decision = decided(CPU, "adamw_bnb_8bit", "adamw_torch_fused", "adamw_torch")
-    assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
-    assert "slow and there is no card memory to save" in decision.reason
+def test_last_candidate_is_used_although_it_is_slow():
     assert decided(CPU, "adamw_bnb_8bit").kind == "apply"
-
-
-def test_every_reason_is_reported():
-    decision = decided(
-        replace(CPU, compiler=None), "paged_adamw_32bit", "adamw_torch_8bit", "adamw_bnb_8bit", software={"torch": "2.13.0"}
-    )
-    assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch")
-    assert decision.reason.count("is not installed") == 3
-    assert "hwopt[ao]" in decision.reason
-    assert "takes adamw_torch, the last candidate" in decision.reason
-
-
-def test_unsupported_optimizer_on_a_cpu_names_what_is_missing():
-    assert "found a CPU" in decided(CPU, "paged_adamw_8bit", "adamw_torch").reason
-    assert "needs a C++ compiler" in decided(replace(CPU, compiler=None), "adamw_torch_8bit", "adamw_torch").reason
+    assert "hwopt[ao]" in decided(CPU, "adamw_torch_8bit", software={"torch": "2.13.0"}).reason
 
 
 def test_fused_equals_plain(plain):
@@ -142,47 +127,18 @@ def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
     assert [group["weight_decay"] for group in quantized.optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_evidence_of_another_optimizer_and_of_the_loop_without_the_kernel(plain):
-    assert verify(Optimizer(Optimizer.Options(name="adamw_bnb_8bit")), plain).status == "inactive"
-    assert verify(Optimizer(Optimizer.Options(name="adamw_torch_fused")), plain).status == "inactive"
-    assert verify(Optimizer(Optimizer.Options(name="adamw_torch")), plain).status == "active"
-    plain_without_operators = SimpleNamespace(optimizer=plain.optimizer, observation=Observation())
-    assert verify(Optimizer(Optimizer.Options()), plain_without_operators).status == "unknown"
-
-
-def test_evidence_where_every_tensor_is_too_small():
-    weight = torch.nn.Parameter(torch.ones(8, 8))
-    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": [weight], "lr": 1e-3, "weight_decay": 0.0}])
-    weight.grad = torch.ones(8, 8)
-    optimizer.step()
-    run = SimpleNamespace(optimizer=optimizer, observation=Observation())
-    evidence = verify(Optimizer(Optimizer.Options(name="adamw_bnb_8bit")), run)
-    assert evidence.status == "inactive"
-    assert "too small" in evidence.seen
-
-
-def test_name_repeated_in_the_fallbacks_is_tried_once():
-    """For example `--set plugins.optimizer.name=…` with a name among the profile's fallbacks."""
-    decision = decided(CPU, "adamw_torch", "adamw_torch_fused", "adamw_torch")
-    assert decision.kind == "apply"
-
-
-class Waits:
-    """Counts the calls of bitsandbytes' `sync_gpu`, also on a CPU, where it has nothing to wait for."""
-
-    def __init__(self, monkeypatch):
-        self.number = 0
-        for module in ("bitsandbytes.optim.optimizer", "bitsandbytes.utils"):
-            monkeypatch.setattr(import_module(module), "sync_gpu", self.count)
-        without_waits.cache_clear()  # the class keeps the function that it imported
-
-    def count(self, tensor):
-        self.number += 1
-
-
 @pytest.fixture
 def waits(monkeypatch):
-    yield Waits(monkeypatch)
+    """Counts the calls of bitsandbytes' `sync_gpu`, also on a CPU, where it has nothing to wait for."""
+    counter = SimpleNamespace(number=0)
+
+    def count(tensor):
+        counter.number += 1
+
+    for module in ("bitsandbytes.optim.optimizer", "bitsandbytes.utils"):
+        monkeypatch.setattr(import_module(module), "sync_gpu", count)
+    without_waits.cache_clear()  # the class keeps the function that it imported
+    yield counter
     without_waits.cache_clear()
 
 
@@ -194,16 +150,11 @@ def quantized_step(optimizer, weights):
     return optimizer.step()
 
 
-def test_bitsandbytes_waits_for_no_unpaged_parameter(waits):
-    weights = parameters(128)
-    quantized_step(make_optimizer("adamw_bnb_8bit", [{"params": weights, "weight_decay": 0.1, **SETTINGS}]), weights)
-    assert waits.number == 0
-
-
 def test_bitsandbytes_waits_for_each_paged_parameter_and_at_the_end(waits):
     weights = parameters(128)
     optimizer = make_optimizer("adamw_bnb_8bit", [{"params": weights, "weight_decay": 0.1, **SETTINGS}])
     quantized_step(optimizer, weights)
+    assert waits.number == 0
     optimizer.state[weights[0]]["state1"].is_paged = True  # as get_state_buffer() of a paged optimizer marks it
     quantized_step(optimizer, weights)
     assert waits.number == 1, "the other parameter is too small to be paged"
@@ -234,10 +185,6 @@ def test_stochastic_rounding_is_on_for_torchao_only():
     card = replace(T4, compiler="g++")
     assert decided(card, "adamw_torch_8bit").options[0].stochastic_rounding is True
     assert decided(card, "adamw_bnb_8bit").options[0].stochastic_rounding is None
-    chosen = Optimizer(Optimizer.Options(name="adamw_torch_4bit", stochastic_rounding=False))
-    assert chosen.probe(Context(card, SOFTWARE, None, None)).options[0].stochastic_rounding is False
-    fallback = decided(replace(CPU, compiler="g++"), "paged_adamw_8bit", "adamw_torch_8bit")
-    assert (fallback.kind, fallback.options[0].stochastic_rounding) == ("fallback", True)
 
 
 @pytest.fixture
@@ -298,7 +245,7 @@ def bytes_of(tensor):
 @pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 64), (4096,), (63, 65), (65, 64), (33, 128), (8, 256)])
+@pytest.mark.parametrize("shape", [(64, 64), (63, 65), (33, 128), (8, 256)])
 def test_reserved_state_is_as_large_as_torchaos(name, dtype, shape):
     def states_of(make):
         weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
@@ -357,10 +304,7 @@ BNB, TORCHAO, PAGED = {"name": "adamw_bnb_8bit"}, {"name": "adamw_torch_8bit"}, 
 WIDE = {"model_type": "bert", "vocab_size": 64, "hidden_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
 """bitsandbytes pages states of at least 100,000 elements."""
 CASES = Cases(
-    invalid=(
-        ({"fallback": ["adamw_torch", "adamw_torch"]}, "contains an optimizer twice"),
-        ({"stochastic_rounding": True}, "needs one of adamw_torch_8bit, adamw_torch_4bit"),
-    ),
+    invalid=(({"stochastic_rounding": True}, "needs one of adamw_torch_8bit, adamw_torch_4bit"),),
     writes=frozenset({"optimizer"}),
     conflicts=(
         Refused("zero", table("paged_adamw_8bit") + '[plugins.zero]\nstage = 2\noffload = "optimizer"', on_card=True),

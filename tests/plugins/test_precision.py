@@ -12,16 +12,15 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hwopt import api
-from hwopt.config.aliases import instead_of
 from hwopt.distributed.engine import Engine
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Observation, Recipe, verify
-from hwopt.testing import TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.adapter import Adapter, add_adapter, save_and_merge
+from hwopt.plugin import Context, Recipe
+from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.adapter import Adapter, add_adapter
 from hwopt_plugins.precision import Precision
-from hwopt_plugins.precision.frozen import cast_frozen, is_norm, to_fp32
+from hwopt_plugins.precision.half_weights import cast_frozen, is_norm, to_fp32
 
 T4, V100 = described("T4", (7, 5), 16.0), described("V100", (7, 0), 16.0)
 P100 = described("P100", (6, 0), 16.0)
@@ -35,12 +34,6 @@ def decided(hardware, dtype="auto", **options):
     return Precision(Precision.Options(dtype=dtype, **options)).probe(Context(hardware, {}, None, None))
 
 
-def written(hardware, **options):
-    recipe = Recipe()
-    Precision(Precision.Options(**options)).apply(recipe, Context(hardware, {}, None, None))
-    return recipe
-
-
 @pytest.mark.parametrize(
     ("hardware", "dtype"),
     [(T4, "fp16"), (V100, "fp16"), (P100, "fp32"), *((card, "bf16") for card in AMPERE), (CPU, "fp32"), (AMX, "bf16")],
@@ -50,35 +43,29 @@ def test_auto_chooses_the_dtype_of_the_hardware(hardware, dtype):
     assert (decision.kind, decision.options[0].dtype) == ("apply", dtype)
 
 
-def test_fp16_on_a_cpu_never_stays_fp16():
-    for hardware, takes in ((CPU, "fp32"), (AMX, "bf16")):
-        decision = decided(hardware, "fp16", level="O2")
-        assert (decision.kind, decision.options[0].dtype) == ("fallback", takes)
-        assert decision.options[0].level == ("O1" if takes == "fp32" else "O2")
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "level", "takes", "why"),
+    [
+        (CPU, "fp16", "O2", ("fp32", "O1"), "no CUDA device"),
+        (AMX, "fp16", "O2", ("bf16", "O2"), "no CUDA device"),
+        (T4, "bf16", "O2", ("fp16", "O2"), "needs compute capability 8.0"),
+        (P100, "fp16", "O1", ("fp32", "O1"), "needs compute capability 7.0"),
+        (T4, "auto", "pure", ("fp16", "O2"), "pure needs bf16: needs compute capability 8.0"),
+        (CPU, "bf16", "pure", ("fp32", "O1"), ""),
+    ],
+)
+def test_precision_that_the_hardware_lacks_falls_back(hardware, dtype, level, takes, why):
+    decision = decided(hardware, dtype, level=level, full_eval=level == "O2")
+    options = decision.options[0]
+    assert (decision.kind, options.dtype, options.level) == ("fallback", *takes)
+    assert options.full_eval is (takes[1] == "O2" == level)
+    assert why in decision.reason
 
 
-def test_emulated_bf16_falls_back():
-    decision = decided(T4, "bf16", level="O2")
-    assert (decision.kind, decision.options[0].dtype, decision.options[0].level) == ("fallback", "fp16", "O2")
-    assert "needs compute capability 8.0" in decision.reason
-    assert "7.5" in decision.reason
-    assert decided(CPU, "bf16").options[0].dtype == "fp32"
-    assert decided(P100, "fp16").options[0].dtype == "fp32"
-
-
-def test_settings_of_each_level_are_written_to_the_recipe():
-    o1 = written(T4, dtype="fp16")
-    assert o1.accelerator["mixed_precision"] == "fp16"
-    assert o1.batch == {"pad_to_multiple_of": 8}
-    assert (o1.model_kwargs["dtype"], o1.scaler, len(o1.model_steps)) == ("float32", None, 1)
-    o2 = written(CPU, dtype="bf16", level="O2")
-    assert o2.accelerator["mixed_precision"] == "no"
-    assert (dict(o2.batch), o2.scaler) == ({}, None)
-    assert len(o2.model_steps) == len(o2.optimizer_wraps) == 1
-    assert o2.masters is not None
-    assert written(T4, dtype="fp16", level="O2").scaler is not None
-    full = written(T4, dtype="fp32", level="O2")
-    assert (full.accelerator["mixed_precision"], full.model_steps, dict(full.batch)) == ("no", [], {})
+def written(hardware, **options):
+    recipe = Recipe()
+    Precision(Precision.Options(**options)).apply(recipe, Context(hardware, {}, None, None))
+    return recipe
 
 
 def bert():
@@ -96,41 +83,32 @@ def batches(steps):
 
 def build(recipe, model):
     """Apply the recipe to the model as hwopt.training.build does, limited to what this plugin uses."""
-    for step in recipe.model_steps:
-        model = step(model, None)
+    for change in recipe.model_steps:
+        model = change(model, None)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for wrap in recipe.optimizer_wraps:
         optimizer = wrap(optimizer, None)
     scaler = recipe.scaler() if recipe.scaler else None
     run = SimpleNamespace(inner_model=model, optimizer=optimizer, scaler=scaler, losses=[], recipe=recipe)
     run.parameter_names = [name for name, p in model.named_parameters() if p.requires_grad]
-    run.device, run.scheduler, run.training = torch.device("cpu"), None, SimpleNamespace(max_grad_norm=1.0)
+    run.device, run.training = torch.device("cpu"), SimpleNamespace(max_grad_norm=1.0)
+    run.scheduler = SimpleNamespace(step=lambda: None)
     run.engine = Engine(run)
     return run
 
 
 def train(recipe, model, steps=30):
-    """Train like the loop: backward, unscale, clip, step, copy masters to the weights."""
     run = build(recipe, model)
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     for ids, labels in batches(steps):
-        loss = torch.nn.functional.cross_entropy(model.train()(input_ids=ids).logits.float(), labels)
-        (run.scaler.scale(loss) if run.scaler else loss).backward()
-        if recipe.masters:
-            recipe.masters.collect()
-        if run.scaler:
-            run.scaler.unscale_(run.optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        if run.scaler:
-            run.scaler.step(run.optimizer)
-            run.scaler.update()
-        else:
-            run.optimizer.step()
-        if recipe.masters:
-            recipe.masters.publish()
-        run.optimizer.zero_grad(set_to_none=True)
-        run.losses.append(loss.item())
+        run.losses.append(step(run, ids, labels))
     return run
+
+
+def step(run, ids, labels, factor=1.0):
+    loss = torch.nn.functional.cross_entropy(run.inner_model.train()(input_ids=ids).logits.float(), labels)
+    run.engine.backward(loss, factor)
+    run.engine.update()
+    return loss.item()
 
 
 def weights(model):
@@ -161,24 +139,10 @@ def test_o2_follows_fp32_training(dtype):
         assert torch.equal(p, masters[name].to(p.dtype))
 
 
-def test_masters_start_from_the_unrounded_weights():
+def test_exported_weights_are_the_masters_and_restore_them():
     start, run = weights(bert()), build(written(CPU, dtype="bf16", level="O2"), bert())
     exported = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
-    assert all(torch.equal(exported[name], value) for name, value in start.items())
-
-
-def test_final_model_is_fp32():
-    run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
-    exported = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
-    final = run.recipe.final_steps[0](run.inner_model, run)
-    assert all(torch.equal(value, exported[name]) for name, value in final.named_parameters())
-    plain = bert()
-    plain.load_state_dict(exported)
-    ids = next(batches(1))[0]
-    assert torch.equal(final.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits), "no hook casts any more"
-
-
-def test_exported_weights_restore_the_masters():
+    assert all(torch.equal(exported[name], value) for name, value in start.items()), "the masters start unrounded"
     run = train(written(CPU, dtype="bf16", level="O2"), bert(), steps=3)
     exported = {name: value.clone() for name, value in run.recipe.export_steps[0](run.inner_model.state_dict(), run).items()}
     other = build(written(CPU, dtype="bf16", level="O2"), bert())
@@ -186,43 +150,20 @@ def test_exported_weights_restore_the_masters():
     again = other.recipe.export_steps[0](other.inner_model.state_dict(), other)
     assert all(torch.equal(value, again[name]) for name, value in exported.items())
     assert all(torch.equal(p, exported[name].to(p.dtype)) for name, p in other.inner_model.named_parameters())
+    final, plain = run.recipe.final_steps[0](run.inner_model, run), bert()
+    plain.load_state_dict(exported)
+    ids = next(batches(1))[0]
+    assert torch.equal(final.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits), "no hook casts any more"
 
 
 def test_overflow_does_not_change_the_masters():
     run = build(written(CPU, dtype="fp16", level="O2"), bert())
     before = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
-    before = {name: value.clone() for name, value in before.items()}
-    ids, labels = next(batches(1))
-    loss = torch.nn.functional.cross_entropy(run.inner_model(input_ids=ids).logits.float(), labels)
-    (run.scaler.scale(loss) * 1e4).backward()
-    run.recipe.masters.collect()
-    run.scaler.unscale_(run.optimizer)
-    run.scaler.step(run.optimizer)
-    scale = run.scaler.get_scale()
-    run.scaler.update()
-    assert run.scaler.get_scale() < scale
-    run.recipe.masters.publish()
+    before, scale = {name: value.clone() for name, value in before.items()}, run.engine.loss_scale()
+    step(run, *next(batches(1)), factor=1e4)
+    assert run.engine.loss_scale() < scale
     after = run.recipe.export_steps[0](run.inner_model.state_dict(), run)
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_adapters_get_masters_and_merge_in_fp32(tmp_path):
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=2))
-    model = add_adapter(model, options=Adapter.Options(kind="dora", r=4, lora_alpha=8), task="SEQ_CLS")
-    recipe = Recipe()
-    recipe.final_steps.append(save_and_merge)  # the adapter's export step comes first
-    Precision(Precision.Options(dtype="bf16", level="O2")).apply(recipe, Context(CPU, {}, None, None))
-    run = train(recipe, model, steps=5)
-    stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
-    assert all(p.dtype == torch.float32 for p in stepped)
-    assert all(p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "lora_" in name)
-    run.rank, run.extras = 0, tmp_path
-    final = model
-    for step in reversed(recipe.final_steps):
-        final = step(final, run)
-    assert type(final) is LlamaForSequenceClassification
-    assert all(p.dtype == torch.float32 for p in final.parameters())
 
 
 def with_adapter():
@@ -245,17 +186,6 @@ def test_frozen_weights_are_stored_in_half_precision_and_trained_ones_are_not(dt
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name] if name in in_fp32 else before[name].to(half).float()), name
-
-
-def test_products_of_frozen_weights_keep_their_bits():
-    ids = torch.arange(1, 25).reshape(3, 8)
-    model = with_adapter()
-    for layer in model.model.model.layers:  # only the linear layers
-        cast_frozen("bf16", layer.self_attn)
-        cast_frozen("bf16", layer.mlp)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast, plain = model(ids).logits, with_adapter()(ids).logits
-    assert torch.equal(cast, plain)
 
 
 def test_run_with_an_adapter_stores_the_frozen_weights_in_half_precision(tmp_path, monkeypatch):
@@ -291,20 +221,6 @@ def test_tied_weights_stay_tied():
     assert model.lm_head.weight is model.transformer.wte.weight
     exported = run.recipe.export_steps[0](model.state_dict(), run)
     assert exported["lm_head.weight"].dtype == exported["transformer.wte.weight"].dtype == torch.float32
-
-
-def test_pure_decisions():
-    assert decided(AMPERE[0], level="pure").options[0].dtype == "bf16"
-    on_t4 = decided(T4, level="pure")
-    assert (on_t4.kind, on_t4.options[0].dtype, on_t4.options[0].level) == ("fallback", "fp16", "O2")
-    assert "pure needs bf16: needs compute capability 8.0" in on_t4.reason
-    assert decided(CPU, "bf16", level="pure").options[0].dtype == "fp32"
-
-
-def test_pure_changes_the_method_and_the_other_levels_do_not():
-    effects = {level: Precision(Precision.Options(dtype="bf16", level=level)).effect for level in ("O1", "O2", "pure")}
-    assert effects == {"O1": "rounding", "O2": "rounding", "pure": "method"}
-    assert Precision(Precision.Options(dtype="fp32", level="pure")).effect == "rounding"
 
 
 def test_pure_follows_fp32_training_at_a_learning_rate_above_its_rounding():
@@ -349,40 +265,11 @@ def test_bytes_per_parameter_of_each_level(level, expected, tmp_path):
     assert (spec.weight_bytes, spec.gradient_bytes, spec.state_bytes, spec.master_bytes) == expected
 
 
-def observed(run, **matmuls):
-    run.observation = Observation(matmul_dtypes={name.replace("_", "::"): count for name, count in matmuls.items()})
-    return run
-
-
-def test_evidence_reads_dtypes_of_weights_and_operators():
-    o2 = Precision(Precision.Options(dtype="bf16", level="O2"))
-    half, full = train(written(CPU, dtype="bf16", level="O2"), bert(), 1), train(written(CPU, dtype="fp32"), bert(), 1)
-    assert verify(o2, observed(half, c10_BFloat16=40)).status == "active"
-    pure = Precision(Precision.Options(dtype="bf16", level="pure"))
-    assert verify(pure, observed(half, c10_BFloat16=40)).status == "inactive", "the optimizer steps on fp32 masters"
-    assert verify(Precision(Precision.Options(dtype="bf16")), observed(full)).status == "unknown"
-    fp16 = Precision(Precision.Options(dtype="fp16"))
-    assert verify(fp16, observed(full, c10_Half=40)).status == "inactive", "no scaler"
-    full.engine.scaler = torch.amp.GradScaler("cpu")
-    assert "loss scale 65536" in verify(fp16, full).seen
-    assert verify(fp16, full).status == "active"
-
-
-def test_full_eval_needs_half_weights():
-    assert decided(CPU, "fp16", level="O2", full_eval=True).options[0].full_eval is False
-
-
-@pytest.mark.parametrize("word", ["fp16_full_eval", "bf16_full_eval"])
-def test_words_of_the_trainer_for_half_evaluation_are_known(word):
-    assert instead_of(word).startswith("plugins.precision.full_eval")
-
-
 def test_evaluation_uses_the_masters():
     """With full_eval = false the fp32 masters are evaluated under autocast. Training then continues with the same bits."""
     recipe = written(CPU, dtype="bf16", level="O2")
     run = train(recipe, bert(), steps=3)
-    run.device = torch.device("cpu")
-    half = {name: p.detach().clone() for name, p in run.inner_model.named_parameters()}
+    half = weights(run.inner_model)
     recipe.events.on_evaluate_begin(run)
     assert {p.dtype for p in run.inner_model.parameters()} == {torch.float32}
     assert torch.is_autocast_enabled("cpu")
@@ -394,7 +281,7 @@ def test_evaluation_uses_the_masters():
     for name, p in run.inner_model.named_parameters():
         assert p.dtype == half[name].dtype
         assert torch.equal(p, half[name])
-    assert written(CPU, dtype="bf16", level="O2", full_eval=True).events.objects == []
+    assert not list(written(CPU, dtype="bf16", level="O2", full_eval=True).events)
 
 
 def no_autocast(patch):
@@ -466,13 +353,3 @@ CASES = Cases(
         Part("linear layers in fp32, half output", linear_in_fp32_with_half_output, {"dtype": "bf16"}),
     ),
 )
-
-
-def test_layers_that_compute_in_fp32_are_named_with_both_counts(tmp_path, monkeypatch):
-    job = tiny_job(tmp_path / "data", "causal-lm", config=TINY_LLAMA | {"num_hidden_layers": 4}, max_steps=1)
-    plan = plan_for(tiny_profile(precision={"dtype": "bf16"}), job)
-    linear_in_fp32(monkeypatch, lambda number: number in (1, 2, 3, 8))
-    found = train_tiny(plan, tmp_path).found
-    seen = next(evidence.seen for entry, evidence in found if entry.name == "precision")
-    assert "4 of 29 linear layers computed in fp32: " in seen
-    assert "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, model.layers.0.self_attn.o_proj and 1 more" in seen

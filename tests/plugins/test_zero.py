@@ -82,15 +82,12 @@ def test_nonfinite_gradient_ends_the_run_before_the_update(tmp_path: Path) -> No
         train_tiny(plan, tmp_path)
 
 
-def decided(world_size: int = 1, installed: bool = True, **options: Any) -> Any:
-    software = {"deepspeed": "0.19.8"} if installed else {}
-    return Zero(Zero.Options(**options)).probe(replace(ONE_CARD, software=software, world_size=world_size))
+def decided(world_size: int = 1, **options: Any) -> Any:
+    return Zero(Zero.Options(**options)).probe(replace(ONE_CARD, world_size=world_size))
 
 
 def test_reason_on_one_device_says_that_sharding_saves_nothing() -> None:
-    answer = decided(stage=2, offload="none")
-    assert answer.kind == "apply"
-    assert "on one device that saves nothing: set offload" in answer.reason
+    assert "on one device that saves nothing: set offload" in decided(stage=2, offload="none").reason
     assert "saves nothing" not in decided(stage=2, offload="optimizer").reason
     assert "saves nothing" not in decided(world_size=2, stage=2, offload="none").reason
 
@@ -100,19 +97,12 @@ def test_reason_on_one_device_says_that_sharding_saves_nothing() -> None:
     [
         (1, {}, [(0, "none"), (2, "optimizer"), (3, "parameters")]),
         (4, {}, [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]),
-        (1, {"stage": 3}, [(3, "parameters")]),
         (4, {"stage": 2}, [(2, "none"), (2, "optimizer")]),
-        (1, {"offload": "optimizer"}, [(2, "optimizer")]),
         (1, {"stage": 1, "offload": "auto"}, [(1, "none"), (1, "optimizer")]),
     ],
 )
 def test_candidates_are_ordered_by_cost(ranks: int, options: dict[str, Any], wanted: list[Any]) -> None:
     assert [(o.stage, o.offload) for o in decided(ranks, **options).options] == wanted
-
-
-def test_missing_deepspeed_is_skipped_with_the_install_command() -> None:
-    answer = decided(installed=False)
-    assert (answer.kind, "pip install 'hwopt[deepspeed]'" in answer.reason) == ("skip", True)
 
 
 # memory
