@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.stores.array_folder import write_cache_folder
+from hwopt.data.stores.store import write_cache_folder
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
 from hwopt.errors import InputError

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 Groups = Sequence[Sequence[int]]
+LABELS = ("labels", "row_labels", "decoder_labels")
+"""Buffers of targets; a step batch has one of them."""
 
 
 @dataclass(frozen=True)
@@ -159,37 +161,23 @@ class StepBatch:
         width = part.width if end - begin == part.rows else self.widths.of(longest)
         # with fixed widths there is always a mask, so that a compiled model sees one kind of input
         padded = bool(self.widths.fixed) or min(self.lengths[first:last]) < width
-        inputs: dict[str, Tensor] = {}
-        targets = None
         inside = slice(first, last)
         if self.samples_per_row:
             inside = slice(sum(self.samples_per_row[:first]), sum(self.samples_per_row[:last]))
+        inputs: dict[str, Tensor] = {}
         for key, buffer in self.buffers.items():
             if key in self.per_sample:
-                if key == "row_labels":
-                    targets = buffer[inside]
-                else:
-                    inputs[key] = buffer[inside]
-                continue
-            if buffer.ndim > 1:
-                entries = buffer[first:last]
-                if key.startswith("decoder_"):
-                    entries = entries[:, : self.widths.of(max(self.target_lengths[first:last]))]
-                if key == "decoder_labels":
-                    targets = entries
-                else:
-                    inputs[key] = entries
-                continue
-            rows = buffer[part.start : part.start + part.rows * part.width].view(part.rows, part.width)
-            piece = rows if rows.shape == (end - begin, width) else rows[begin:end, :width]
-            if key == "labels":
-                targets = piece
-            elif key == "prebuilt_mask":
-                if padded:
-                    inputs["attention_mask"] = piece[:, None, None, :]
-            elif key != "attention_mask" or padded:
-                inputs[key] = piece
-        assert targets is not None, "a step batch must have labels"
+                inputs[key] = buffer[inside]
+            elif key.startswith("decoder_"):
+                inputs[key] = buffer[first:last, : self.widths.of(max(self.target_lengths[first:last]))]
+            elif buffer.ndim > 1:
+                inputs[key] = buffer[first:last]
+            elif padded or not key.endswith("_mask"):
+                rows = buffer[part.start : part.start + part.rows * part.width].view(part.rows, part.width)
+                inputs[key] = rows if rows.shape == (end - begin, width) else rows[begin:end, :width]
+        if (mask := inputs.pop("prebuilt_mask", None)) is not None:
+            inputs["attention_mask"] = mask[:, None, None, :]
+        (targets,) = [inputs.pop(key) for key in LABELS if key in inputs]
         if self.arguments is not None:
             inputs = self.arguments(inputs, first, width)
         return MicroBatch(inputs, targets, sum(self.units[first:last]), last, share, self.samples[first])

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 from transformers import ConvNextConfig, CvtConfig, ImageGPTConfig, Siglip2Config, ViTConfig
 
-from hwopt.data.batches.collate import StepDataset, cut_in_order
-from hwopt.data.batches.image_collate import ImageCollate
+from hwopt.data.batches.collate import ImageCollate, StepDataset, cut_in_order
 from hwopt.data.batches.step_batch import Step
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import read_rows
