@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class Collate:
     """The default `collate`: splits the samples of a step, and pads every micro-batch to its longest row or a fixed width.
 
-    A mask is made only if the model would attend to padding: not for causal models, which never attend to the padding on the
-    right, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model uses it unchanged and does
-    not read its values, which would be a host sync.
+    A mask is made only if the model would attend to padding: not for causal models, and not for micro-batches without padding.
+    The model uses a prebuilt mask unchanged and does not read its values, which would be a host sync.
     """
 
     cut: Callable[[Sequence[int], int], Groups]

@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.bad_rows import BadRows, Mixed, Origins, Places
+from hwopt.data.bad_rows import BadRows, Origins, Places
+from hwopt.data.mixture import Mixture
 from hwopt.data.sources.json_reader import json_text
 from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
 from hwopt.text import listing, nearest, truncate
 
@@ -16,8 +18,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def joined(parts: Sequence[Rows], source: str, mixed: Mixed | None) -> Rows:
-    """The rows of all `parts`, in this order. Raises DataError if two sources differ in their columns."""
+def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
+    """The rows of all `parts`, in this order; `mixed` has the source of each part.
+
+    Raises DataError if two parts differ in their columns.
+    """
     table, non_strings = joined_table(parts)
     starts, numbers, start = [], [], 0
     for rows in parts:
@@ -59,16 +64,12 @@ def refuse_other_columns(first: Rows, other: Rows) -> None:
     expected, found = first.table.column_names, other.table.column_names
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
-    for name in found:
-        if found.count(name) > 1:
-            raise DataError(f"{other.source}: has {found.count(name)} columns named {name!r}; rename all but one")
-    if missing or extra:
-        less = f"has no column {listing(list(map(repr, missing)))}" if missing else ""
-        more = f"has the column {listing(list(map(repr, extra)))}, which {first.source} lacks" if extra else ""
+    less = f"has no column {listing(list(map(repr, missing)))} of {first.source}" if missing else ""
+    more = f"has the column {listing(list(map(repr, extra)))}, which {first.source} lacks" if extra else ""
+    if less or more:
         near = nearest(missing[0], extra) if missing else ""
-        of_first = f" of {first.source}" if missing else ""
         raise DataError(
-            f"{other.source}: {' and '.join(filter(None, (less + of_first, more)))}.{near} "
+            f"{other.source}: {' and '.join(filter(None, (less, more)))}.{near} "
             "Sources that are read together need the same columns"
         )
     classes, others = class_labels(first.table), class_labels(other.table)
@@ -95,7 +96,8 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
     for rows in parts:
         originals |= {start + row: value for row, value in rows.non_strings.get(name, {}).items()}
         start += rows.table.num_rows
-    columns = [decoded(rows.table[name]) for rows in parts]
+    columns = [find_column(rows.table, name, rows.source) for rows in parts]
+    columns = [column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in columns]
     try:
         tables = [pa.table({name: column}) for column in columns]
         return pa.concat_tables(tables, promote_options="permissive")[name], originals
@@ -112,10 +114,3 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
             ) from error
     originals |= {row: value for row, value in enumerate(values) if not isinstance(value, str | None)}
     return pa.chunked_array([pa.array(texts, pa.string())]), originals
-
-
-def decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """`column` without dictionary encoding."""
-    import pyarrow as pa
-
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column

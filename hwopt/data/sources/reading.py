@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
-from hwopt.data.bad_rows import Mixed
+from hwopt.data.mixture import Mixture
 from hwopt.data.sources.joined_rows import joined
-from hwopt.data.sources.location import expand, extension, locate
+from hwopt.data.sources.location import expand, extension, locate, path_of
 from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.data.sources.tables import read_document, read_rows
 from hwopt.errors import DataError
@@ -46,15 +45,8 @@ def leaves(sources: Sources | TrainingSources, split: str | None = None) -> list
 
 def read_options(data: Data) -> ReadOptions:
     """How the job reads its data."""
-    return ReadOptions(
-        data.on_bad_row == "stop",
-        data.max_bad_rows,
-        data.encoding,
-        data.delimiter,
-        data.max_rows,
-        data.streaming,
-        data.format,
-    )
+    names = ("max_bad_rows", "encoding", "delimiter", "max_rows", "streaming", "format")
+    return ReadOptions(strict=data.on_bad_row == "stop", **{name: getattr(data, name) for name in names})
 
 
 def refuse_missing(data: Data) -> None:
@@ -67,9 +59,9 @@ def refuse_missing(data: Data) -> None:
         located(leaf, data.format, several=len(held_out) > 1)
     if data.streaming and "dataset" not in kinds:
         raise DataError("data.streaming: applies to data sets of the hub, and data.train has files only; omit it")
-    files = {real_path(leaf) for leaf in held_out if os.path.isfile(real_path(leaf))} if len(train) > 1 else ()
-    for leaf in train:
-        if files and real_path(leaf) in files:
+    files = {path_of(leaf.path).resolve() for leaf in held_out if path_of(leaf.path).is_file()}
+    for leaf in train if len(train) > 1 else ():
+        if path_of(leaf.path).resolve() in files:
             raise DataError(
                 f"{leaf.path}: data.train has this file, and data.eval or data.test too; a model must not train on what "
                 "evaluates it. Move the file to another folder, or list the files of data.train"
@@ -82,7 +74,7 @@ def on_disk(data: Data) -> bool:
         found = [leaf for sources in (data.train, data.eval, data.test) if sources for leaf in leaves(sources)]
     except DataError:  # a glob without files
         return False
-    return all(os.path.exists(real_path(leaf)) for leaf in found)
+    return all(path_of(leaf.path).exists() for leaf in found)
 
 
 def located(leaf: Leaf, format: str | None, several: bool) -> str:
@@ -90,33 +82,30 @@ def located(leaf: Leaf, format: str | None, several: bool) -> str:
     return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]
 
 
-def real_path(leaf: Leaf) -> str:
-    """The absolute path without links; job files are UTF-8, whatever encoding Python assumes for file names."""
-    return os.path.realpath(os.fsdecode(leaf.path.encode("utf-8")))
-
-
 def is_document(leaf: Leaf, format: str | None) -> bool:
     """Whether `leaf` is a text file, which is one row."""
-    return extension(Path(leaf.path), format) == ".txt" and os.path.isfile(real_path(leaf))
+    return extension(Path(leaf.path), format) == ".txt" and path_of(leaf.path).is_file()
 
 
 def read_all(sources: Sources | TrainingSources, split: str | None, options: ReadOptions, suffix: str = "") -> Rows:
     """The rows of all `sources`. `suffix` follows the name of a data set in messages. Raises DataError as `read_rows` does."""
+    import numpy as np
+
     found = leaves(sources, split)
     mixed = [part for part in sources if isinstance(part, MixedSource)]
     if len(found) == 1 and not mixed:
         return read_rows(found[0].path, found[0].split, options, found[0].path + suffix)
-    parts = [read_part(leaf, options, suffix) for leaf in found]
+    # a text file without text is a bad row instead of an error
+    parts = [
+        read_document(Path(leaf.path), options)
+        if is_document(leaf, options.format)
+        else read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
+        for leaf in found
+    ]
     names = paths_of(sources)
-    weights, groups = tuple(part.weight for part in mixed), tuple(leaf.group for leaf in found)
-    rows = joined(parts, listing(names, 3) + suffix, Mixed(tuple(names), weights, groups) if mixed else None)
+    weights = tuple(part.weight for part in mixed)
+    mixture = Mixture(tuple(names), weights, np.array([leaf.group for leaf in found])) if mixed else None
+    rows = joined(parts, listing(names, 3) + suffix, mixture)
     if not rows.table.num_rows:
         rows.bad_rows.check([])
     return rows
-
-
-def read_part(leaf: Leaf, options: ReadOptions, suffix: str) -> Rows:
-    """The rows of one of several sources. A text file without text is a bad row instead of an error."""
-    if is_document(leaf, options.format):
-        return read_document(Path(leaf.path), options)
-    return read_rows(leaf.path, leaf.split, options, leaf.path + suffix)

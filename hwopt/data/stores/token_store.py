@@ -1,7 +1,6 @@
-"""Store tokenised samples as flat memory-mapped arrays in the cache folder, and split rows into train and eval.
+"""Tokenised samples as flat memory-mapped arrays in the cache folder, and the split of rows into train and eval.
 
-Tokens are stored once per (data, tokenizer, settings). A second run starts without tokenising, and data-loading workers open the
-arrays by path instead of receiving a copy. hwopt.data.sources.tables reads the source files.
+Tokens are stored once per (data, tokenizer, settings): a second run starts without tokenising.
 """
 
 from __future__ import annotations
