@@ -1,7 +1,7 @@
 """Step batches: all samples that one optimizer step uses on one rank, split into micro-batches in the workers.
 
 The split never changes the result, only the cost: the loss of every micro-batch is summed and divided by the label count of the
-whole step over all ranks, which the sampler knows. One flat buffer per key comes from a worker in 0.25 ms, nested tensors in 10 ms.
+whole step over all ranks, which the sampler knows. A worker sends one flat buffer per key in 0.25 ms, nested tensors in 10 ms.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
-from hwopt.data.sources.json_reader import json_text
+from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
@@ -101,16 +101,6 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
     try:
         tables = [pa.table({name: column}) for column in columns]
         return pa.concat_tables(tables, promote_options="permissive")[name], originals
-    except pa.ArrowException as error:
-        values = [value for column in columns for value in column.to_pylist()]
-        try:
-            # as within one JSON file: mixed types are stored as JSON text, since the job may not need the column
-            texts = [None if value is None else json_text(value) for value in values]
-        except TypeError:
-            other = next(rows for rows in parts if rows.table[name].type != parts[0].table[name].type)
-            raise DataError(
-                f"{other.source}: column {name!r} holds {other.table[name].type}, that of {parts[0].source} "
-                f"{parts[0].table[name].type}; store the same type in all files"
-            ) from error
-    originals |= {row: value for row, value in enumerate(values) if not isinstance(value, str | None)}
-    return pa.chunked_array([pa.array(texts, pa.string())]), originals
+    except pa.ArrowException:  # as within one JSON file, mixed types become JSON text, since the job may not need the column
+        table, mixed = to_table([{name: value} for column in columns for value in column.to_pylist()])
+        return table[name], originals | mixed.get(name, {})

@@ -128,5 +128,5 @@ def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, 
 
 def json_text(value: Any) -> str:
     """`value` itself if it is a string, else its JSON; lone surrogates become "?"."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.encode("utf-8", "replace").decode("utf-8")
