@@ -129,7 +129,6 @@ LITERALS = [
 ]
 TABLES: dict[str, Any] = {"model": Model, "data": Data, "task": TaskOptions, "training": Training}
 FIELDS = {f"{table}.{key}": field.annotation for table, model in TABLES.items() for key, field in model.model_fields.items()}
-KEYS = [*FIELDS, "plugins.precision.dtype", "plugins.batch.train", "plugins.optimizer.name", "model.config.hidden_size"]
 
 
 def is_valid(key: str, value: str) -> bool:
@@ -307,20 +306,9 @@ WORDS = [
     *("job.toml", "mine.toml", "--profile", "cpu", "auto", "--set", "--format", "json", "--to", "accelerate", "--output"),
     *("out.yaml", "--force", "--name", "--nodes", "--measure", "list", "--memory-limit", "8GiB", "--debug", "-h", "--", "="),
 ]
-texts = st.text(max_size=12)
-assignments = st.one_of(
-    st.text(max_size=30),
-    st.builds("{}={}".format, st.one_of(st.sampled_from(KEYS), texts), st.one_of(st.sampled_from(LITERALS), texts)),
-)
 words = st.one_of(
     st.sampled_from(WORDS), st.text(max_size=8).filter(lambda text: "/" not in text), st.integers(-3, 10**6).map(str)
 )
-
-
-@many(30)
-@given(st.lists(assignments, min_size=1, max_size=4))
-def test_random_assignments_end_in_one_message(found: list[str]) -> None:
-    check_outcome((*EXPORT, *(part for text in found for part in ("--set", text))), (2, 3))
 
 
 @many(20)
