@@ -47,7 +47,7 @@ class Mixture:
 
         weights = np.array(self.weights, np.float64) / max(self.weights)
         exact = len(self.source_of) * weights / weights.sum()
-        quotas = np.floor(exact).astype(np.int64)
+        quotas: NDArray[np.int64] = np.floor(exact).astype(np.int64)
         largest_first = np.argsort(quotas - exact, kind="stable")
         quotas[largest_first[: len(self.source_of) - int(quotas.sum())]] += 1
         return quotas

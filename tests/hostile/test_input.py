@@ -294,14 +294,6 @@ def test_bad_launcher_variable_is_refused(variables: dict[str, str]) -> None:
     assert not Path("runs").exists()
 
 
-def test_unknown_metric_is_refused_by_the_run() -> None:
-    Path("train.jsonl").write_text('{"text": "a b", "label": "x"}\n{"text": "c d", "label": "y"}\n' * 4)
-    with Path("job.toml").open("a") as job:
-        job.write("metric_for_best_model = 'acuracy'\n")
-    place = f"job.toml:{len(Path('job.toml').read_text().splitlines())}"
-    assert f"{place}: training.metric_for_best_model: " in refused(*RUN, "--set", "data.eval_fraction=0.5")
-
-
 WORDS = [
     *("job.toml", "mine.toml", "--profile", "cpu", "auto", "--set", "--format", "json", "--to", "accelerate", "--output"),
     *("out.yaml", "--force", "--name", "--nodes", "--measure", "list", "--memory-limit", "8GiB", "--debug", "-h", "--", "="),

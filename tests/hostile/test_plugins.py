@@ -14,7 +14,7 @@ from functools import partial
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tomlkit
@@ -54,10 +54,15 @@ class ThirdParty(Plugin):
         return Evidence.active("it is there")
 
 
+class Distribution(NamedTuple):
+    name: str = "third-party-tools"
+    version: str = "1.2"
+
+
 class ThirdPartyEntryPoint(EntryPoint):
     """An entry point of a distribution that is not installed."""
 
-    dist = types.SimpleNamespace(name="third-party-tools", version="1.2")  # type: ignore[assignment]
+    dist = Distribution()  # type: ignore[assignment]
 
 
 @pytest.fixture

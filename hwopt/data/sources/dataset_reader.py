@@ -72,13 +72,8 @@ def refuse_names(source: str, split: str, message: str, error: Exception) -> Non
     several = f"has several configurations; name one, such as {name}:{(known or ['NAME'])[0]}."
     no_split = f"has no split {split!r}.{nearest(split, known)}"
     no_configuration = f"has no configuration {configuration!r}.{nearest(configuration or '', known)}"
-    starts = {
-        "Config name is missing": several,
-        "BuilderConfig ": no_configuration,
-        "Unknown split": no_split,
-        "Bad split": no_split,
-    }
-    for start, text in starts.items():
+    texts = {"Config name is missing": several, "BuilderConfig ": no_configuration}
+    for start, text in {**texts, "Unknown split": no_split, "Bad split": no_split}.items():
         if message.startswith(start):
             raise DataError(f"{source}: {text} It has: {listing(known)}") from error
 

@@ -93,7 +93,6 @@ def test_configuration_follows_the_last_colon(tmp_path: Path, monkeypatch: pytes
     ("content", "indent", "message"),
     [
         ({"version": "1.0", "rows": ROWS}, None, "is one object with 2 rows inside; .* Save the rows"),
-        ({"data": ROWS}, 2, "is one object with 2 rows inside"),
         ({"text": ["a", "b"], "label": [0, 1]}, None, r"is one object; hwopt reads a list of objects.*to_json\(orient="),
         ({"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}, None, "is one object; "),
         (ROWS[0], 2, "is one object; "),
