@@ -95,7 +95,7 @@ def holds_messages(table: pa.Table, name: str) -> bool:
     import pyarrow as pa
 
     kind = type_of(table, name)
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
+    return bool((pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type))
 
 
 def preferences(table: pa.Table) -> str | None:

@@ -23,7 +23,7 @@ def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
 
     The fields of nested columns are columns of the table. Raises DataError if the source cannot be read.
     """
-    keys = {"format": "conll"} if all(map(is_hidden_conll, expand(source))) else {}
+    keys: dict[str, Any] = {"format": "conll"} if all(map(is_hidden_conll, expand(source))) else {}
     located = (locate(path, format=keys.get("format")) for path in expand(source))
     files = [path for kind, path in located if kind == "file" and path.suffix.lower() != ".parquet"]
     if encoding := next(filter(None, map(likely_encoding, files)), None):

@@ -133,7 +133,8 @@ class PairStore(TokenStore):
         import numpy as np
 
         inputs, targets = np.diff(self.array("offsets")), np.diff(self.array("target_offsets"))
-        return np.maximum(inputs, -(-targets * inputs.max() // self.meta["max_target_length"])).astype(np.int32)
+        sizes: NDArray[np.int64] = np.maximum(inputs, -(-targets * inputs.max() // self.meta["max_target_length"]))
+        return sizes.astype(np.int32)
 
     def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
         """Sample `index`: "input_ids" (length,), "decoder_input_ids" and "decoder_labels" (target length,)."""

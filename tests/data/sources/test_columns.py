@@ -94,7 +94,7 @@ def test_reading_of_tables_is_told(name: str, expected: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["ner.txt", "ner.tsv", "ner"])
 def test_conll_file_of_any_extension_and_encoding_is_recognised(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("Müller NNP B-PER\nschläft VBZ O\n\nKöln NNP B-LOC\n" * 20, encoding="cp1252")
+    (tmp_path / name).write_text("Müller NNP B-PER\nschläft VBZ O\n\nKöln NNP B-LOC\n\n" * 20, encoding="cp1252")
     found = recognise(str(tmp_path / name))
     assert (found.kind, found.rows) == ("token-classification", 40)
     assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll", "encoding": "cp1252"}
