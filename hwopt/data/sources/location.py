@@ -113,9 +113,10 @@ def looks_like_a_path(source: str) -> bool:
 
 def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
-    if not names_in(path):
-        raise DataError(f"{path}: is an empty folder; give one with the data in it")
-    if not any((path / name).is_file() for name in DATASETS_FILES):
+    # path_kind names a folder without permission, which names_in takes for an empty one
+    if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
+        if not names_in(path):
+            raise DataError(f"{path}: is an empty folder; give one with the data in it")
         raise DataError(
             f"{path}: is a folder, but not one made by save_to_disk() of `datasets`, nor one with a folder of images per class"
             f"{files_hint(path)}"
