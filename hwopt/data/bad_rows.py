@@ -44,16 +44,6 @@ class Origins:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """How the sources of a job make a mixture."""
-
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
-    groups: tuple[int, ...]
-    """For each of the Origins, the source of the mixture that it belongs to."""
-
-
-@dataclass(frozen=True)
 class Places:
     """The places of samples: for each sample, the 1-based number of its first line, or of its row."""
 
@@ -62,11 +52,11 @@ class Places:
     numbers: Sequence[int]
     several: Origins | None = None
     """The sources, if there are several."""
-    mixed: Mixed | None = None
+    mixed: Mixture | None = None
+    """The mixture with each of the sources in place of a sample."""
 
     @property
     def origins(self) -> Origins:
-        """The sources of the samples."""
         return self.several or Origins((self.source,), (self.unit,))
 
     def at(self, sample: int) -> str:
@@ -78,19 +68,11 @@ class Places:
         return replace(self, numbers=[self.numbers[sample] for sample in samples])
 
     def source_of(self, sample: int) -> str:
-        """The source of a sample."""
         return self.origins.names[self.origins.part(self.numbers[sample])[0]]
 
     def mixture(self) -> Mixture | None:
         """The sources of the samples with their weights; None if the data is not a mixture."""
-        import numpy as np
-
-        from hwopt.data.mixture import Mixture
-
-        if self.mixed is None:
-            return None
-        index = np.searchsorted(np.array(self.origins.starts), np.asarray(self.numbers, np.int64), side="right") - 1
-        return Mixture(self.mixed.names, self.mixed.weights, np.array(self.mixed.groups, np.int64)[index])
+        return None if self.mixed is None else self.mixed.take([self.origins.part(number)[0] for number in self.numbers])
 
 
 class BadRows:
@@ -123,7 +105,6 @@ class BadRows:
 
     @property
     def origins(self) -> Origins:
-        """The sources of the rows."""
         return self.several or Origins((self.source,), (self.unit,))
 
     def place(self, number: int) -> str:

@@ -1,9 +1,7 @@
 """Apply a chat template (Jinja, as in transformers) to conversations, and find the tokens of the assistant.
 
-Answers are found by `{% generation %}` markers: those of the tokenizer's own template, or those of
-TRL's training template where TRL knows the tokenizer's. In other templates an answer is the text
-from the end of the generation prompt to the end of the turn. hwopt.data.answer_checks checks that
-each answer is trained with its content, its tool calls and its end.
+Answers are found by `{% generation %}` markers: those of the tokenizer's own template, or those of TRL's training template where
+TRL knows the tokenizer's. In other templates an answer is the text from the end of the generation prompt to the end of the turn.
 """
 
 from __future__ import annotations
@@ -143,8 +141,8 @@ class ChatTemplate:
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.
 
-        Raises BadConversation if the template refuses the conversation or leaves out a part,
-        DataError if it trains no end of an answer or rewrites earlier turns.
+        Raises BadConversation if the template refuses the conversation or leaves out a part, DataError if it trains no end of an
+        answer or rewrites earlier turns.
         """
         text, spans = self.render(conversation)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -215,8 +213,8 @@ class ChatTemplate:
     def grown(self, messages: list[Message], tools: Any, answers: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         """By the text between the generation prompt of each answer and the end of its turn.
 
-        A span begins where the text leaves the prompt, which may open with thoughts that the answer
-        lacks, and ends where the text leaves that of a conversation which ends with the turn.
+        A span begins where the text leaves the prompt, which may open with thoughts that the answer lacks, and ends where the
+        text leaves that of a conversation which ends with the turn.
         """
         whole, spans = self.text(messages, tools), []
         for number in answers:
@@ -235,8 +233,7 @@ class ChatTemplate:
     def _turn_end(self, text: str, begin: int, end: int, content: str, number: int) -> int:
         """The end of the answer from `begin`, where another rendering leaves `text` at `end`.
 
-        `end` may lie in a token: the answer's own end, or the first token behind it. Only the
-        content tells which.
+        `end` may lie in a token: the answer's own end, or the first token behind it. Only the content tells which.
         """
         if not content:
             raise rewritten(number + 1)
@@ -248,10 +245,7 @@ class ChatTemplate:
     def text(self, messages: list[Message], tools: Any, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            return str(self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # jinja, and `raise_exception` of templates
             raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error

@@ -1,8 +1,7 @@
 """A mixture of sources: each epoch draws its samples from the sources in proportion to their weights.
 
 An epoch has as many samples as all sources together. The samples of a source are drawn in passes, each one a new permutation; an
-epoch continues where the one before stopped. So no sample is drawn twice more often than another one of its source. The draw
-depends on (seed, epoch) only: a resumed run draws the same samples, and ranks share the samples of a step.
+epoch continues where the one before stopped. The draw depends on (seed, epoch) only: a resumed run draws the same samples.
 """
 
 from __future__ import annotations
@@ -39,16 +38,15 @@ class Mixture:
         """The number of samples of each source, (sources,)."""
         import numpy as np
 
-        sizes: NDArray[np.int64] = np.bincount(self.source_of, minlength=len(self.names))
-        return sizes
+        return np.bincount(self.source_of, minlength=len(self.names))
 
     @property
     def quotas(self) -> NDArray[np.int64]:
         """The number of samples that an epoch draws from each source, (sources,); rounded by the largest remainder."""
         import numpy as np
 
-        weights = np.array(self.weights, np.float64)
-        exact: NDArray[np.float64] = len(self.source_of) * (weights / weights.max()) / (weights / weights.max()).sum()
+        weights = np.array(self.weights, np.float64) / max(self.weights)
+        exact = len(self.source_of) * weights / weights.sum()
         quotas: NDArray[np.int64] = np.floor(exact).astype(np.int64)
         largest_first = np.argsort(quotas - exact, kind="stable")
         quotas[largest_first[: len(self.source_of) - int(quotas.sum())]] += 1

@@ -1,8 +1,4 @@
-"""Load a tokenizer, choose its padding token, and tokenise texts.
-
-The tokenizer is the model's own or the one that the job names. hwopt.data.tokenizer_training trains one for models with random
-weights.
-"""
+"""Load a tokenizer, choose its padding token, and tokenise texts."""
 
 from __future__ import annotations
 
@@ -20,11 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-ENCODER_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-DECODER_TOKENS = ("<|endoftext|>", "<|pad|>")
 PADDING = "<|pad|>"
 CHUNK = 1_000
-FORMAT = 1
 
 
 def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
@@ -68,9 +61,7 @@ def check_vocabulary(tokenizer: Any, embeddings: int) -> None:
 
     Added tokens may have no embedding: Gemma-3-1B's tokenizer has an image token that its embedding lacks.
     """
-    largest = max(
-        (number for number in tokenizer.get_vocab().values() if number not in tokenizer.added_tokens_decoder), default=0
-    )
+    largest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder), default=0)
     if largest >= embeddings:
         raise InputError(
             f"model.tokenizer: has {largest + 1:,} tokens, but the model has {embeddings:,} embeddings; "
@@ -122,10 +113,7 @@ class LengthLimit:
             )
 
     def check(self, lengths: Sequence[int] | NDArray[Any], places: Places, first: int = 0) -> None:
-        """Raise DataError for the first text that is too long for the model and not truncated.
-
-        `first` is the sample of the first length.
-        """
+        """Raise DataError for the first text that is too long for the model. `first` is the sample of the first length."""
         if self.max_length is not None or self.max_positions is None:
             return
         for sample, length in enumerate(lengths, first):
@@ -139,8 +127,7 @@ class LengthLimit:
 def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, places: Places, types: bool) -> Encoded:
     """The tokens of `texts` (one column, or two for pairs) with the tokenizer's special tokens; texts without tokens are skipped.
 
-    `types`: also token_type_ids. Raises InputError if max_length leaves no room for text, DataError for a text that is too long
-    for the model.
+    `types`: also token_type_ids. Raises InputError if max_length leaves no room for text, DataError as `LengthLimit.check`.
     """
     import numpy as np
 
@@ -155,17 +142,12 @@ def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, p
     for start in range(0, len(texts[0]), CHUNK):
         chunk = [list(column[start : start + CHUNK]) for column in texts]
         found = tokenizer(*chunk, **options)
-        limit.check([len(one) for one in found["input_ids"]], places, start)
-        for index, one in enumerate(found["input_ids"]):
-            if not one:
-                skipped[start + index] = "has no tokens"
-            if limit.max_length is not None and len(one) > limit.max_length:
-                truncated += 1
-                shortened = tokenizer(
-                    *(column[index] for column in chunk), truncation="longest_first", max_length=limit.max_length, **options
-                )
-                for key in shortened:
-                    found[key][index] = shortened[key]
+        lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
+        limit.check(lengths, places, start)
+        skipped |= dict.fromkeys((start + np.flatnonzero(lengths == 0)).tolist(), "has no tokens")
+        if limit.max_length is not None and (lengths > limit.max_length).any():
+            truncated += int((lengths > limit.max_length).sum())
+            found = tokenizer(*chunk, truncation="longest_first", max_length=limit.max_length, **options)
         ids += [np.asarray(one, np.int32) for one in found["input_ids"] if one]
         kinds += [np.asarray(one, np.int32) for one in found.get("token_type_ids", ()) if one]
     if not ids:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.stores.array_folder import write_cache_folder
+from hwopt.data.stores.store import write_cache_folder
 from hwopt.data.stores.token_store import fingerprint
-from hwopt.data.tokenizer import DECODER_TOKENS, ENCODER_TOKENS, FORMAT, uses_token_types
+from hwopt.data.tokenizer import uses_token_types
 from hwopt.errors import InputError
 from hwopt.system.cache import is_cached
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
+ENCODER_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+DECODER_TOKENS = ("<|endoftext|>", "<|pad|>")
+FORMAT = 1
+"""Format of the cached tokenizers."""
 VOCABULARY = 8_000
 """Tokens of a trained tokenizer if the job's model.config has no vocab_size."""
 MAX_LETTERS = 1_000
@@ -43,10 +47,9 @@ def job_vocab_size(job: Job) -> int | None:
 
 
 def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
-    """The config for planning, before any text is read: `config`, or for a model with random weights a copy with a vocabulary.
+    """The config for planning, before any text is read: for a model with random weights a copy with a vocabulary.
 
-    If a tokenizer will be trained and the job has no vocab_size, the vocabulary is 8,000. `Task.load_model` sets the real size,
-    and the ids of special tokens.
+    `Task.load_model` sets the real size, and the ids of special tokens.
     """
     if job.model.config is None:
         return config
@@ -72,10 +75,9 @@ def drop_special_tokens(config: PretrainedConfig) -> None:
 
 
 def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, decoder: bool, cache: Path) -> Any:
-    """A tokenizer trained on `texts`, stored in `cache`: WordPiece for encoders, byte-level BPE for decoders.
+    """A tokenizer with the job's vocab_size or fewer tokens, if the texts give fewer; stored in `cache`.
 
-    It has the job's vocab_size (default 8,000) or fewer tokens, if the texts give fewer. Raises InputError if the vocabulary is
-    too small for the special tokens and letters.
+    Raises InputError if the vocabulary is too small for the special tokens and letters.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -109,12 +111,13 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:
     letters = sorted((letter for letter in seen if not letter.isspace()), key=lambda letter: (-seen[letter], letter))
     letters = letters[: min(MAX_LETTERS, (size - len(ENCODER_TOKENS)) // 2)]
     # special tokens get their ids in the given order, so that the letters inside words do not depend on the hash table
-    inside = [f"##{letter}" for letter in sorted(letters) if not _is_punctuation(letter)]
+    words = (letter for letter in sorted(letters) if letter not in string.punctuation and unicodedata.category(letter)[0] != "P")
+    inside = [f"##{letter}" for letter in words]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=[*ENCODER_TOKENS, *inside], limit_alphabet=len(letters), show_progress=False
     )
     made.train_from_iterator(texts, trainer)
-    made = _without_added_tokens(made)
+    made = Tokenizer.from_str(json.dumps({**json.loads(made.to_str()), "added_tokens": []}))
     made.add_special_tokens(list(ENCODER_TOKENS))
     numbers = [(token, made.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     made.post_processor = processors.TemplateProcessing(
@@ -151,18 +154,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     else:
         rules = json.loads(backend.to_str())
-        for state in ("truncation", "padding"):  # depend on the last call
-            rules.pop(state, None)
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}  # depend on the last call
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
     return fingerprint(rules, special, [tokenizer.truncation_side])
-
-
-def _is_punctuation(letter: str) -> bool:
-    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
-
-
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    rules = json.loads(tokenizer.to_str())
-    rules["added_tokens"] = []
-    made: Tokenizer = type(tokenizer).from_str(json.dumps(rules))
-    return made

@@ -97,7 +97,7 @@ class ImageClassification(Classification):
 
     def collate(self) -> type[Collate]:
         """Images are stacked."""
-        from hwopt.data.batches.image_collate import ImageCollate
+        from hwopt.data.batches.collate import ImageCollate
 
         return ImageCollate
 

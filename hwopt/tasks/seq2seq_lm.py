@@ -15,7 +15,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import PROMPTS, is_text
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
-from hwopt.data.stores.pair_store import PairStore
+from hwopt.data.stores.token_store import PairStore
 from hwopt.data.tokenizer import CHUNK, Encoded, encode
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.base import Metrics, Task
@@ -136,7 +136,7 @@ class Seq2SeqLM(Task):
 
     def collate(self) -> type[Collate]:
         """Inputs and targets are padded apart."""
-        from hwopt.data.batches.pair_collate import PairCollate
+        from hwopt.data.batches.collate import PairCollate
 
         return PairCollate
 

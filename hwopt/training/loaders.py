@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hwopt.config.aliases import option_for
-from hwopt.data.batches.collate import Collate, StepDataset, as_is, cut_in_order
+from hwopt.data.batches.collate import Collate, StepDataset, cut_in_order
 from hwopt.data.batches.samplers import EvalSampler, StepSampler
 from hwopt.data.batches.step_batch import StepBatch, Widths
 from hwopt.data.stores.store import Store
@@ -78,7 +78,6 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
         sampler=sampler,
         batch_size=None,  # the sampler's items are whole steps
         worker_init_fn=signals.init_worker,
-        collate_fn=as_is,
         generator=torch.Generator(),  # without it the loader draws from the global generator
         **dict(run.recipe.loader),
     )

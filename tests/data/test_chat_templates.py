@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -32,20 +33,23 @@ BEGIN, END = "<!-- differences -->\n", "<!-- /differences -->"
 MARKS = re.compile(r"<[|｜][^\s'\"<>{}]+?[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|\[/?[A-Z_]+\]")
 
 
-@cache
-def tokenizer() -> Any:
-    """A byte-level tokenizer with the special tokens of all templates."""
+def byte_tokenizer(special: Iterable[str]) -> Any:
+    """A tokenizer of bytes with the tokens `special`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    special = sorted({mark for path in FOLDER.glob("*.jinja") for mark in MARKS.findall(path.read_text("utf-8"))})
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=sorted(special), initial_alphabet=letters, show_progress=False)
     made.train_from_iterator(["\n\n"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
+
+
+@cache
+def tokenizer() -> Any:
+    """A byte-level tokenizer with the special tokens of all templates."""
+    return byte_tokenizer({mark for path in FOLDER.glob("*.jinja") for mark in MARKS.findall(path.read_text("utf-8"))})
 
 
 def turn(kind: str, number: int, at: int) -> list[dict[str, Any]]:

@@ -65,11 +65,6 @@ def test_epochs_draw_the_quotas_and_use_the_samples_of_a_source_equally_often(
         assert own.max() - own.min() <= 1
 
 
-def test_weights_that_are_the_sizes_draw_every_sample_once() -> None:
-    mixed = mixture([30, 10], [3, 1])
-    assert sorted(mixed.drawn(0, 2).tolist()) == list(range(40))
-
-
 def test_draw_depends_on_seed_and_epoch_only() -> None:
     mixed = mixture([50, 20], [1, 1])
     assert (mixed.drawn(1, 3) == mixed.drawn(1, 3)).all()

@@ -73,23 +73,13 @@ def test_vocabulary_size_is_respected() -> None:
         trained_tokenizer(TEXTS, job_of(model_type="gpt2", vocab_size=100), GPT2, True, Path("never"))
 
 
-def test_trained_tokenizer_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = encoder(tmp_path)
-    monkeypatch.setattr("hwopt.data.tokenizer_training.train_wordpiece", None)
-    assert tokenizer_fingerprint(encoder(tmp_path)) == tokenizer_fingerprint(first)
-
-
 def test_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path) -> None:
-    for tokenizer, config in (
-        (encoder(tmp_path), BERT),
-        (decoder(tmp_path), GPT2),
-        (encoder(tmp_path), AutoConfig.for_model("roberta")),
-    ):
+    made = ((encoder(tmp_path), BERT), (decoder(tmp_path), GPT2), (encoder(tmp_path), AutoConfig.for_model("roberta")))
+    for tokenizer, config in made:
         tokenizer.save_pretrained(tmp_path / "final")
         config.save_pretrained(tmp_path / "final")
         again = AutoTokenizer.from_pretrained(tmp_path / "final")
-        for text in TEXTS:
-            assert again(text, text)["input_ids"] == tokenizer(text, text)["input_ids"]
+        assert again(TEXTS, TEXTS)["input_ids"] == tokenizer(TEXTS, TEXTS)["input_ids"]
 
 
 def test_fingerprint_ignores_truncation_and_padding_state(tmp_path: Path) -> None:
@@ -118,12 +108,6 @@ def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
     assert len(tokenizer) == size  # this tokenizer has a padding token already
 
 
-def test_planned_config_sets_a_vocabulary_size_only_if_absent() -> None:
-    assert planned_config(job_of(model_type="bert"), BERT).vocab_size == 8_000
-    assert planned_config(job_of(model_type="bert", vocab_size=77), BERT).vocab_size == BERT.vocab_size
-    assert BERT.vocab_size == 30_522
-
-
 @pytest.mark.parametrize("size", [None, 500])
 @pytest.mark.parametrize("model_type", ["modernbert", "gpt_oss", "gemma3", "phi3", "distilbert"])
 def test_planned_config_has_no_special_token_outside_of_its_vocabulary(model_type: str, size: int | None) -> None:
@@ -148,11 +132,6 @@ def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None
         check_vocabulary(tokenizer, size - 1)
 
 
-def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model\.tokenizer: .*cannot load a tokenizer from"):
-        load_tokenizer(str(tmp_path))
-
-
 @pytest.mark.parametrize("columns", [1, 2])
 def test_encode_truncates_and_counts_truncated_texts(tmp_path: Path, columns: int) -> None:
     tokenizer = encoder(tmp_path)
@@ -171,6 +150,8 @@ def test_encode_truncates_and_counts_truncated_texts(tmp_path: Path, columns: in
 
 
 def test_length_limits_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.tokenizer: .*cannot load a tokenizer from"):
+        load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match=r"data\.max_length: 600 exceeds the model.s limit of 512 tokens"):
         LengthLimit(600, 512)
     tokenizer = encoder(tmp_path)

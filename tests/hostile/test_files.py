@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import json
 import os
 import pickle
-import shutil
 import sys
 import unicodedata
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,14 +39,10 @@ FIGURE = (
     "run names, model folders, data, caches with payloads",
     "{tests} of {tests}: nothing written outside, nothing run",
 )
-# fmt: off
 NAMES = [
-    "", " ", ".", "..", "...", "/", "/tmp/x", "a/b", "../a", "a/", "~", "~root", "\\", "a\\b", "C:", "a:b", "a|b",
-    "CON", "nul.txt", "COM1", "con ", "a.", "a ", " a", ".a", "-a", "--help", "\x00", "a\nb", "\x1b[31m", "\x7f", "\ud800",
-    "\u202ea", "\u200b", "a\u2029b", "\u00a0", "／etc", "．．", "‥", "ＣＯＮ", "ｎｕｌ", "a：b", "℀", "x" * 121, "é" * 100,
-    "../" * 30 + "x", "%2e%2e/", "$(touch x)/",
+    *("", ".", "..", "/tmp/x", "a/b", "../a", "~root", "a\\b", "CON", "nul.txt", "a.", "a ", ".a", "--help", "\x00", "a\nb"),
+    *("\x1b[31m", "\ud800", "\u202ea", "\u00a0", "／etc", "．．", "ＣＯＮ", "x" * 121, "é" * 100, "$(touch x)/"),
 ]
-# fmt: on
 
 
 def outcome(arguments: Sequence[str]) -> tuple[int, str]:
@@ -72,10 +65,8 @@ def test_unsafe_run_names_are_refused(folder: Path) -> None:
     for name in NAMES:
         with pytest.raises(InputError, match="--name"):
             run_folder(Path("runs"), name, "")
-    for name in NAMES[4:40:8]:
-        code, message = outcome(["run", "--name", name])
-        assert code == 2
-        assert message.isprintable() or "\n" in message
+    code, message = outcome(["run", "--name", "a\nb"])
+    assert (code, "a\nb" in message) == (2, False)
     assert list(folder.parent.rglob("*")) == [folder]
 
 
@@ -88,18 +79,9 @@ def test_accepted_run_name_is_one_folder_below_the_others(name: str) -> None:
         assert unicodedata.normalize("NFKC", name).isprintable()
 
 
-@pytest.mark.parametrize("name", ["a", "first run", "a.b-c_d", "3", "é", "実験", "Müller 2"])
-def test_safe_run_name_is_accepted(name: str, folder: Path) -> None:
-    assert run_folder(Path("runs"), name, "") == Path("runs") / name
-
-
-def test_symlink_with_the_run_name_is_refused(folder: Path) -> None:
-    Path("runs").mkdir()
-    Path("runs/x").symlink_to(folder.parent / "elsewhere")
-    with pytest.raises(InputError, match="exists"):
-        run_folder(Path("runs"), "x", "")
-    assert run_folder(Path("runs"), None, "x") == Path("runs/x-2")
-    assert not (folder.parent / "elsewhere").exists()
+def test_safe_run_names_are_accepted() -> None:
+    for name in ("a", "first run", "a.b-c_d", "3", "実験", "Müller 2"):
+        assert run_folder(Path("runs"), name, "") == Path("runs") / name
 
 
 class Payload:
@@ -135,21 +117,13 @@ def index_of_pickles(model: Path, trace: Path) -> None:
     (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": "pytorch_model.bin"}}))
 
 
-def move_weights(model: Path, name: str) -> None:
-    """Write the weights with torch.save to `name`, and an index of safetensors that points there."""
-    (model / name).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(load_file(model / "model.safetensors"), model / name)
-    names = dict.fromkeys(load_file(model / "model.safetensors"), name)
+def index_that_points_outside(model: Path, trace: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    (model.parent / "outside").mkdir()
+    torch.save(weights, model.parent / "outside" / "weights.safetensors")
     (model / "model.safetensors").unlink()
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-
-
-def index_that_points_to_a_pickle(model: Path, trace: Path) -> None:
-    move_weights(model, "weights.bin")
-
-
-def index_that_points_to_safetensors_outside(model: Path, trace: Path) -> None:
-    move_weights(model, "../outside/weights.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../outside/weights.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def config_that_names_a_pickle(model: Path, trace: Path) -> None:
@@ -159,11 +133,8 @@ def config_that_names_a_pickle(model: Path, trace: Path) -> None:
 
 def code_beside_the_config(model: Path, trace: Path) -> None:
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
-    change(
-        model / "config.json",
-        model_type="remote",
-        auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"},
-    )
+    own = {"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"}
+    change(model / "config.json", model_type="remote", auto_map=own)
 
 
 def kernel_from_the_hub(model: Path, trace: Path) -> None:
@@ -182,12 +153,9 @@ def tokenizer_of_code(model: Path, trace: Path) -> None:
 
 
 REFUSED = [
-    pickle_in_disguise, index_of_pickles, code_beside_the_config, kernel_from_the_hub,
-    adapter_with_a_pickle, tokenizer_of_code, index_that_points_to_a_pickle,
-    index_that_points_to_safetensors_outside, config_that_names_a_pickle,
-]  # fmt: skip
-
-
+    *(pickle_in_disguise, index_of_pickles, index_that_points_outside, config_that_names_a_pickle),
+    *(code_beside_the_config, kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code),
+]
 JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
 SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n"
 
@@ -210,53 +178,22 @@ def test_unsafe_model_folder_is_refused(corrupt: Callable[[Path, Path], None], f
     assert not trace.exists()
 
 
-def harmless_code(model: Path, trace: Path) -> None:
-    """Remote code for an architecture that transformers has: the class of transformers is used."""
+def test_unused_code_and_pickles_of_a_model_are_ignored(folder: Path) -> None:
+    """transformers has a class for the architecture, so that the model's own is not used; its template reaches for Python."""
+    trace, model = folder.parent / "was_run", save_model()
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     change(model / "config.json", auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"})
-    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["thing.Thing", "thing.Thing"]})
-
-
-def template_that_runs_code(model: Path, trace: Path) -> None:
-    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.mkdir('" + str(trace) + "') }}"
+    reach = "{{ cycler.__init__.__globals__.os.mkdir('" + str(trace) + "') }}"
     (model / "chat_template.jinja").write_text(reach)
-    change(model / "tokenizer_config.json", chat_template=reach)
-
-
-def pickles_beside_the_weights(model: Path, trace: Path) -> None:
+    own = {"AutoTokenizer": ["thing.Thing", "thing.Thing"]}
+    change(model / "tokenizer_config.json", auto_map=own, chat_template=reach)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
         (model / name).write_bytes(pickle.dumps(Payload(trace)))
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [harmless_code, template_that_runs_code, pickles_beside_the_weights],
-    ids=lambda corrupt: corrupt.__name__,
-)
-def test_unused_code_of_a_model_is_ignored(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
-    trace = folder.parent / "was_run"
-    corrupt(save_model(), trace)
     code, message = run_of_the_folder()
     assert code == 0, message
     assert not trace.exists()
     assert {path.name for path in folder.parent.iterdir()} <= {"work", "cache"}
     assert {path.name for path in folder.iterdir()} == {"model", "train.jsonl", "job.toml", "mine.toml", "runs"}
-    assert [path.name for path in Path("runs").iterdir()] == ["r"]
-
-
-def test_archives_are_not_unpacked(folder: Path) -> None:
-    Path("a.csv").write_text("text,label\nx,y\n")
-    with zipfile.ZipFile("a.zip", "w") as file:
-        file.write("a.csv")
-    Path("a.csv.gz").write_bytes(gzip.compress(b"text,label\nx,y\n"))
-    for name in ("a.tar.gz", "a.7z", "a.csv.zst"):
-        Path(name).write_bytes(b"x")
-    before = sorted(folder.iterdir())
-    for path in before:
-        if path.name != "a.csv":
-            with pytest.raises(DataError, match="archive"):
-                read_rows(path.name)
-    assert sorted(folder.iterdir()) == before
 
 
 def test_code_in_data_is_not_run(folder: Path) -> None:
@@ -281,8 +218,6 @@ def test_code_in_data_is_not_run(folder: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.filterwarnings("ignore:pickle-based deserialization:RuntimeWarning")  # pyarrow below 21 warns when it refuses
-@pytest.mark.filterwarnings("ignore:pyarrow.PyExtensionType:FutureWarning")
 def test_pickle_in_a_parquet_schema_is_not_loaded(folder: Path) -> None:
     trace = folder.parent / "was_run"
     hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Payload(trace))}
@@ -304,18 +239,13 @@ def test_endless_data_is_refused(folder: Path) -> None:
 
 def test_tampered_token_store_is_not_unpickled(folder: Path) -> None:
     trace = folder.parent / "was_run"
-    store = Path("store")
-    store.mkdir()
-    np.save(store / "offsets.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
+    np.save("labels.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects"):
-        TokenStore(store).array("offsets")
-    (store / "labels.npy").write_bytes(pickle.dumps(Payload(trace)))
-    with pytest.raises(ValueError, match="pickle"):
-        TokenStore(store).array("labels")
+        TokenStore(folder).array("labels")
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"[" * 100_000, b'{"name": 3}', b"\xff\xfe", None])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"name": 3}', None])
 def test_corrupt_cache_is_replaced(content: bytes | None, folder: Path) -> None:
     trace = folder.parent / "was_run"
     content = pickle.dumps(Payload(trace)) if content is None else content
@@ -344,25 +274,6 @@ def test_terminal_escapes_control_characters() -> None:
     assert "\\x1b[2J" in shown
 
 
-@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("19", 80), ("20", 20), ("100", 100)])
-def test_messages_are_shown_at_any_reported_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    screen = io.StringIO()
-    console = Terminal(file=screen, force_terminal=True, color_system=None)
-    say(console, "note", "a plain message")
-    assert (console.width, screen.getvalue().replace("\n", " ").split()) == (width, ["note:", "a", "plain", "message"])
-
-
-def test_data_errors_escape_control_characters(folder: Path) -> None:
-    Path("a.csv").write_text(f"te{CONTROL[:-1]}xt,label\nx,y\n", newline="")
-    Path("job.toml").write_text("model.config = { model_type = 'bert', vocab_size = 64 }\ndata.train = 'a.csv'\n")
-    code, message = outcome(["run", "job.toml", "--profile", "cpu"])
-    assert code == 4
-    assert "\x1b" not in message
-    assert "\u202e" not in message
-    shutil.rmtree("runs", ignore_errors=True)
-
-
 OWN_CODE = """
 import os, pathlib
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -380,8 +291,8 @@ class RemoteModel(DistilBertForSequenceClassification):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("named", [None, "model", "other"])
-def test_trust_remote_code_runs_only_the_named_model(named: str | None, folder: Path) -> None:
+@pytest.mark.parametrize("named", ["model", "other"])
+def test_trust_remote_code_runs_only_the_named_model(named: str, folder: Path) -> None:
     trace = folder.parent / "was_run"
     model = save_model()
     (model / "thing.py").write_text(OWN_CODE)
@@ -390,8 +301,8 @@ def test_trust_remote_code_runs_only_the_named_model(named: str | None, folder: 
     write_samples(Path("train.jsonl"), 8)
     Path("job.toml").write_text(JOB_OF_THE_FOLDER)
     Path("mine.toml").write_text(SMALL_PROFILE)
-    asked = [] if named is None else ["--trust-remote-code", named]
-    command = [sys.executable, "-m", "hwopt", "run", "job.toml", "--profile", "mine.toml", "--name", "r", *asked]
+    command = [sys.executable, "-m", "hwopt", "run", "job.toml", "--profile", "mine.toml", "--name", "r"]
+    command += ["--trust-remote-code", named]
     found = finished(command, folder, TRACE=str(trace), HF_MODULES_CACHE=str(folder.parent / "modules"))
     assert found.returncode == (0 if named == "model" else 2), found.stderr
     assert trace.exists() == (named == "model")

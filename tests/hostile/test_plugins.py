@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import json
 import os
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tomlkit
 from cases import named
 from command_line import hwopt
 from event_calls import calling
@@ -52,8 +55,6 @@ class ThirdParty(Plugin):
 
 
 class Distribution(NamedTuple):
-    """A distribution that is not installed."""
-
     name: str = "third-party-tools"
     version: str = "1.2"
 
@@ -61,9 +62,7 @@ class Distribution(NamedTuple):
 class ThirdPartyEntryPoint(EntryPoint):
     """An entry point of a distribution that is not installed."""
 
-    @property
-    def dist(self) -> Any:  # type: ignore[override]
-        return Distribution()
+    dist = Distribution()  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -76,17 +75,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data": {"train": "train.jsonl", "eval_fraction": 0.25, "max_length": 32},
         "training": {"max_steps": 2, "logging_steps": 1},
     }
-    Path("job.toml").write_text("\n".join(f"{table} = {to_toml(keys)}" for table, keys in job.items()))
+    Path("job.toml").write_text(tomlkit.dumps(job))
     Path("mine.toml").write_text(
         'name = "mine"\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\nplugins.third_party = {}\n'
     )
     return tmp_path
-
-
-def to_toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {to_toml(inner)}" for key, inner in value.items()) + " }"
-    return json.dumps(value)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, thing: object, name: str = "third_party") -> None:
@@ -159,24 +152,15 @@ class Picky(PluginOptions):
         raise RuntimeError("boom in a validator")
 
 
-ERRORS: list[BaseException] = [RuntimeError("boom"), SystemExit(0), Boom("boom"), MemoryError(), HwoptError("boom")]
-WRONG_DECISIONS: list[Any] = [None, True, Decision("fallback", "x", ({"value": 1},)), Evidence.active("x")]
+ERRORS: list[BaseException] = [RuntimeError("boom"), SystemExit(0), Boom("boom")]
 RAISES = Conflict(field="batch", why="no", when=raising(RuntimeError("boom")))
-WRITES: dict[str, Callable[[Any], Any]] = {
-    "sets an unknown field": lambda recipe: setattr(recipe, "no_such", 1),
-    "replaces a list": lambda recipe: setattr(recipe, "process", []),
-    "takes out what others added": lambda recipe: recipe.batch.clear(),
-    "adds an unknown event": lambda recipe: recipe.events.append(calling(on_such=len)),
-    "adds events of text": lambda recipe: recipe.events.append("on_saved"),
-    "takes the batch of another": lambda recipe: recipe.batch.update(train=8),
-    "adds an unknown size": lambda recipe: recipe.batch.update(no_such=8),
-    "sets a wrong hyperparameter": lambda recipe: recipe.training.update(learning_rate=-1),
-}
 CLASSES: dict[str, object] = {
-    **{f"probe raises {error!r}": variant(probe=raising(error)) for error in ERRORS},
-    **{f"apply raises {error!r}": variant(apply=raising(error)) for error in ERRORS[:2]},
-    "the constructor raises": variant(__init__=raising(RuntimeError("boom"))),
-    **{f"probe returns {shown!r}": variant(probe=returning(shown)) for shown in WRONG_DECISIONS},
+    **{f"probe raises {error!r}": variant(probe=raising(error)) for error in (*ERRORS, MemoryError(), HwoptError("boom"))},
+    "apply raises": variant(apply=raising(ERRORS[0])),
+    "the constructor raises": variant(__init__=raising(ERRORS[0])),
+    "probe returns nothing": variant(probe=returning(None)),
+    "probe returns evidence": variant(probe=returning(Evidence.active("x"))),
+    "probe falls back and has values": variant(probe=returning(Decision("fallback", "x", ({"value": 1},)))),
     "probe chooses nothing": variant(probe=changing(lambda context: Decision("choose", "x"))),
     "options that raise": variant(Options=Picky),
     "no class": 3,
@@ -184,7 +168,13 @@ CLASSES: dict[str, object] = {
     "a conflict that raises": variant(relations=Relations(conflicts=(RAISES,))),
     "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
     "sets a field of the hardware": variant(probe=changing(lambda context: setattr(context.hardware, "memory_gib", 1e9))),
-    **{name: writes(how) for name, how in WRITES.items()},
+    "sets an unknown field": writes(lambda recipe: setattr(recipe, "no_such", 1)),
+    "replaces a list": writes(lambda recipe: setattr(recipe, "process", [])),
+    "takes out what others added": writes(lambda recipe: recipe.batch.clear()),
+    "adds an unknown event": writes(lambda recipe: recipe.events.append(calling(on_such=len))),
+    "takes the batch of another": writes(lambda recipe: recipe.batch.update(train=8)),
+    "adds an unknown size": writes(lambda recipe: recipe.batch.update(no_such=8)),
+    "sets a wrong hyperparameter": writes(lambda recipe: recipe.training.update(learning_rate=-1)),
 }
 
 
@@ -194,7 +184,7 @@ def test_broken_plugin_is_refused_before_the_run(thing: object, folder: Path, mo
     refused(*EXPORT)
 
 
-@pytest.mark.parametrize("error", ERRORS[:3], ids=repr)
+@pytest.mark.parametrize("error", ERRORS[1:], ids=repr)
 def test_failing_import_is_a_plugin_error(error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("third_party_module.py").write_text("import builtins\nraise builtins.the_error\n")
     monkeypatch.setattr(builtins, "the_error", error, raising=False)
@@ -205,7 +195,7 @@ def test_failing_import_is_a_plugin_error(error: BaseException, folder: Path, mo
     assert "cannot be imported" in refused("plugins", "show", "third_party")
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a.b", "a b", "\x1b[31m", "é", "x" * 500])
+@pytest.mark.parametrize("name", ["", "../x", "\x1b[31m", "é"])
 def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ThirdParty, name=name)
     code, _, message = outcome(*EXPORT)
@@ -215,12 +205,9 @@ def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest
 
 
 def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loud(what: str) -> Callable[..., Any]:
-        def step(model: Any, *_: Any) -> Any:
-            print(what)
-            return model
-
-        return step
+    def loud(what: str, model: Any, *_: Any) -> Any:
+        print(what)
+        return model
 
     class Loud(ThirdParty):
         def probe(self, context: Context) -> Decision:
@@ -232,8 +219,8 @@ def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.M
 
         def apply(self, recipe: Recipe, context: Context) -> None:
             print("in apply")
-            recipe.model_steps.append(loud("in a step of the model"))
-            recipe.final_steps.append(loud("in a final step"))
+            recipe.model_steps.append(partial(loud, "in a step of the model"))
+            recipe.final_steps.append(partial(loud, "in a final step"))
 
         def evidence(self, run: Any) -> Evidence:
             print("in evidence")
@@ -249,15 +236,12 @@ def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.M
         assert where in message + more
 
 
-@pytest.mark.parametrize("hook", ["probe", "apply"])
-def test_full_disk_in_a_plugin_exits_with_6_and_names_the_plugin(
-    hook: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_in_a_plugin_exits_with_6_and_names_the_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/a file")
-    install(monkeypatch, variant(**{hook: raising(full)}))
+    install(monkeypatch, variant(apply=raising(full)))
     code, _, message = outcome(*EXPORT)
     assert code == StorageError.exit_code
-    for part in ("'third_party'", DISTRIBUTION, f"{hook}(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
+    for part in ("'third_party'", DISTRIBUTION, f"apply(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
         assert part in message
 
 
@@ -267,24 +251,17 @@ def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pyt
     assert outcome(*EXPORT)[0] == 130
 
 
-class FailingContext:
-    """A context manager that raises on entry or on exit, or suppresses the errors inside."""
-
-    def __init__(self, way: str) -> None:
-        self.way = way
-
-    def __enter__(self) -> None:
-        if self.way == "in":
-            raise RuntimeError("boom")
-
-    def __exit__(self, *_: object) -> bool:
-        if self.way == "out":
-            raise RuntimeError("boom")
-        return self.way == "swallows"
-
-
 boom = raising(RuntimeError("boom"))
 leave = raising(SystemExit(0))
+
+
+def failing_context() -> contextlib.ExitStack:
+    """A context manager that raises on exit."""
+    stack = contextlib.ExitStack()
+    stack.callback(boom)
+    return stack
+
+
 SLOTS = ("loss", "order", "collate", "cut", "parameter_groups", "optimizer", "scaler", "schedule", "engine")
 STEPS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps")
 
@@ -297,20 +274,17 @@ def written(field: str, call: Callable[..., Any]) -> type[Plugin]:
     return writes(lambda recipe: getattr(recipe, field).append(call))
 
 
-WRONG_EVIDENCE: list[Any] = [None, "active", Evidence("great", "x"), Evidence("active", None)]  # type: ignore[arg-type]
 RUNS: dict[str, type[Plugin]] = {
     **{f"{field} raises": written(field, boom) for field in (*SLOTS, *STEPS, *EVENTS)},
-    **{f"{field} leaves": written(field, leave) for field in ("loss", "engine", "process", "final_steps", "on_step_end")},
-    "a context raises on the way in": written("process", lambda: FailingContext("in")),
-    "a context raises on the way out": written("process", lambda: FailingContext("out")),
-    "a context is none": written("process", lambda: 3),
+    **{f"{field} leaves": written(field, leave) for field in ("loss", "final_steps")},
+    "a context raises on the way out": written("process", failing_context),
     "a step of the model returns nothing": written("model_steps", lambda model, run: None),
     "an option of the Accelerator raises": writes(lambda recipe: recipe.accelerator.update(dataloader_config=boom)),
     "an unknown option of the Accelerator": writes(lambda recipe: recipe.accelerator.update(no_such=1)),
-    "evidence raises": variant(evidence=boom),
     "evidence leaves": variant(evidence=leave),
-    **{f"evidence returns {shown!r}": variant(evidence=returning(shown)) for shown in WRONG_EVIDENCE},
-}  # fmt: skip
+    "evidence returns a text": variant(evidence=returning("active")),
+    "evidence of an unknown state": variant(evidence=returning(Evidence("great", "x"))),  # type: ignore[arg-type]
+}
 SHORT = ("loss raises", "a step of the model returns nothing", "final_steps leaves", "evidence leaves")
 
 
@@ -330,7 +304,7 @@ def test_error_in_a_worker_names_the_plugin(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_context_that_suppresses_an_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, written("process", lambda: FailingContext("swallows")))
+    install(monkeypatch, written("process", lambda: contextlib.suppress(Exception)))
     code, _, message = outcome(*RUN, "--set", "data.text=nothing")
     assert code == 4
     assert "has no column 'nothing'" in message

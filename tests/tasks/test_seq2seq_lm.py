@@ -16,10 +16,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.config.job import Job
-from hwopt.data.batches.collate import StepDataset, cut_in_order
-from hwopt.data.batches.pair_collate import PairCollate
+from hwopt.data.batches.collate import PairCollate, StepDataset, cut_in_order
 from hwopt.data.batches.step_batch import Step, Widths
-from hwopt.data.stores.pair_store import PairStore
+from hwopt.data.stores.token_store import PairStore
 from hwopt.errors import DataError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described

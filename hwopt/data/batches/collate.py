@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class Collate:
     """The default `collate`: splits the samples of a step, and pads every micro-batch to its longest row or a fixed width.
 
-    A mask is made only if the model would attend to padding: not for causal models, which never attend to the padding on the
-    right, and not for micro-batches without padding. A prebuilt mask is four-dimensional: the model uses it unchanged and does
-    not read its values, which would be a host sync.
+    A mask is made only if the model would attend to padding: not for causal models, and not for micro-batches without padding.
+    The model uses a prebuilt mask unchanged and does not read its values, which would be a host sync.
     """
 
     cut: Callable[[Sequence[int], int], Groups]
@@ -96,6 +95,49 @@ class Collate:
         return {key: torch.from_numpy(array) for key, array in flat.items()}
 
 
+@dataclass(frozen=True)
+class PairCollate(Collate):
+    """The `collate` of inputs with targets, each padded to its own width.
+
+    The decoder needs no mask: no token attends to the padding after it.
+    """
+
+    def target_lengths(self, samples: Sequence[Mapping[str, np.ndarray]]) -> tuple[int, ...]:
+        return tuple(len(sample["decoder_labels"]) for sample in samples)
+
+    def _fill(
+        self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
+    ) -> dict[str, Tensor]:
+        buffers = super()._fill([{"input_ids": sample["input_ids"]} for sample in samples], groups, parts, size)
+        order = [row for group in groups for row in group]
+        width = self.widths.of(max(len(sample["decoder_labels"]) for sample in samples))
+        for key, filler in (("decoder_input_ids", self.pad_id), ("decoder_labels", -100)):
+            padded = np.full((len(order), width), filler, np.int64)
+            for place, row in enumerate(order):
+                padded[place, : len(samples[row][key])] = samples[row][key]
+            buffers[key] = torch.from_numpy(padded)
+        return buffers
+
+
+@dataclass(frozen=True)
+class ImageCollate(Collate):
+    """The `collate` of images of one size: rows are stacked. `cut` sees rows of one length; nothing is padded."""
+
+    def lengths(self, samples: Sequence[Mapping[str, np.ndarray]]) -> list[int]:
+        return [1] * len(samples)
+
+    def width(self, length: int) -> int:
+        return length
+
+    def _fill(
+        self, samples: Sequence[Mapping[str, np.ndarray]], groups: Groups, parts: Sequence[Part], size: int
+    ) -> dict[str, Tensor]:
+        order = [row for group in groups for row in group]
+        pixels = np.stack([samples[row]["pixel_values"] for row in order])  # (rows, channels, height, width)
+        labels = np.array([samples[row]["row_labels"] for row in order], np.int64)
+        return {"pixel_values": torch.from_numpy(pixels), "row_labels": torch.from_numpy(labels)}
+
+
 def cut_in_order(lengths: Sequence[int], rows: int) -> list[range]:
     """The default `cut`: groups of `rows` rows in the order of the samples."""
     return [range(begin, min(begin + rows, len(lengths))) for begin in range(0, len(lengths), rows)]
@@ -117,8 +159,3 @@ class StepDataset(torch.utils.data.Dataset[StepBatch]):
         counts = self.store.counts if self.counts is None else self.counts
         samples = [self.store.row(i, step.epoch) for i in step.samples]
         return self.collate(step, samples, [counts[i].item() for i in step.samples])
-
-
-def as_is(batch: Any) -> Any:
-    """The DataLoader's collate function: the dataset yields complete step batches."""
-    return batch

@@ -43,21 +43,16 @@ class StepSampler:
         return self.total_steps - self.start
 
     def __iter__(self) -> Iterator[Step]:
-        first_epoch, skip = divmod(self.start, self.steps_per_epoch)
-        index = self.start
-        epoch = first_epoch
-        while True:
-            order = self.epoch_order(epoch)
-            for begin in range(skip * self.rows, len(order), self.rows):
-                if index == self.total_steps:
-                    return
-                step = order[begin : begin + self.rows]
-                share = np.array_split(step, self.world_size)[self.rank]
-                weightless = len(share) == 0
-                samples = tuple(int(i) for i in (step[:1] if weightless else share))
-                yield Step(index, epoch, samples, self.counts[step].sum().item(), weightless)
-                index += 1
-            epoch, skip = epoch + 1, 0
+        order = np.array([], np.int64)
+        for index in range(self.start, self.total_steps):
+            epoch, place = divmod(index, self.steps_per_epoch)
+            if place == 0 or index == self.start:
+                order = self.epoch_order(epoch)
+            step = order[place * self.rows : (place + 1) * self.rows]
+            share = np.array_split(step, self.world_size)[self.rank]
+            weightless = len(share) == 0
+            samples = tuple(int(i) for i in (step[:1] if weightless else share))
+            yield Step(index, epoch, samples, self.counts[step].sum().item(), weightless)
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """The samples of an epoch in their order, (samples,) int64."""

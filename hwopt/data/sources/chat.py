@@ -69,16 +69,11 @@ class Conversation:
 
 
 def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
-    """The columns that hold the conversations of a table with the columns `names`; empty if it has none.
-
-    `column`: the one that the job names; None: the columns are recognised by their names.
-    """
+    """Those of the columns `names` that hold conversations; empty if none do. `column`: the one that the job names."""
     if column is not None:
         return (column,)
-    for name in ("messages", "conversations"):
-        if name in names:
-            return (name,)
-    return ("instruction", "output") if {"instruction", "output"} <= set(names) else ()
+    known = (("messages",), ("conversations",), ("instruction", "output"))
+    return next((columns for columns in known if set(columns) <= set(names)), ())
 
 
 def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation | None]:
@@ -87,10 +82,7 @@ def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation 
 
 
 def prompt_column(names: Sequence[str], column: str | None) -> str | None:
-    """The column from which `read_prompts` reads, of a table with the columns `names`; None if it has none.
-
-    `column`: the one that the job names; None: the columns are recognised by their names.
-    """
+    """The one of the columns `names` from which `read_prompts` reads, or None. `column`: the one that the job names."""
     known = ("messages", "conversations", "instruction") if column is None else (column,)
     return next((name for name in known if name in names), column)
 

@@ -83,15 +83,19 @@ def prompt_columns(table: pa.Table) -> tuple[str, str] | None:
     return None
 
 
+def type_of(table: pa.Table, name: str) -> pa.DataType:
+    """The type of a column; null if there is none of this name, or several."""
+    import pyarrow as pa
+
+    return table[name].type if table.column_names.count(name) == 1 else pa.null()
+
+
 def holds_messages(table: pa.Table, name: str) -> bool:
     """Whether the column holds lists of objects."""
     import pyarrow as pa
 
-    if table.column_names.count(name) != 1:
-        return False
-    kind = table[name].type
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(lists and pa.types.is_struct(kind.value_type))
+    kind = type_of(table, name)
+    return bool((pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type))
 
 
 def preferences(table: pa.Table) -> str | None:
@@ -113,9 +117,7 @@ def is_text(table: pa.Table, name: str) -> bool:
     """Whether the column holds strings, of which one has a letter."""
     import pyarrow as pa
 
-    if table.column_names.count(name) != 1:
-        return False
-    kind = table[name].type
+    kind = type_of(table, name)
     strings = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return strings and any(any(map(str.isalpha, value or "")) for value in table[name].slice(0, EXAMINED).to_pylist())
 
@@ -124,14 +126,11 @@ def is_scalar(table: pa.Table, name: str) -> bool:
     """Whether the column holds strings, whole numbers or booleans: what a class can be."""
     import pyarrow as pa
 
-    if table.column_names.count(name) != 1:
-        return False
-    kind = table[name].type
+    kind = type_of(table, name)
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return True
+    whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return (text or pa.types.is_floating(kind)) and not is_fractional(table, name)
+    return whole or ((text or pa.types.is_floating(kind)) and not is_fractional(table, name))
 
 
 def classes(table: pa.Table, name: str) -> int:
@@ -163,13 +162,9 @@ def files_beside(source: str) -> dict[str, str]:
     In a folder of images, the folders of the splits beside that of training, as eval_split and test_split.
     """
     path = Path(source)
-    found: dict[str, str] = {}
     if path.is_dir() and "train" in (splits := split_folders(path)):
         return {f"{part}_split": folder.name for part, folder in splits.items() if part != "train"}
     if "train" not in path.stem or not path.is_file():
-        return found
-    for key, words in HELD_OUT.items():
-        beside = (path.with_name(path.name.replace("train", word)) for word in words)
-        if file := next((file for file in beside if file.is_file()), None):
-            found[key] = str(file)
-    return found
+        return {}
+    beside = {key: [path.with_name(path.name.replace("train", word)) for word in words] for key, words in HELD_OUT.items()}
+    return {key: str(next(filter(Path.is_file, files))) for key, files in beside.items() if any(map(Path.is_file, files))}

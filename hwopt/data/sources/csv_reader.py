@@ -16,8 +16,6 @@ from hwopt.text import truncate
 
 Record = tuple[int, list[str] | None, str]
 """(number of its first line, cells or None if they cannot be parsed, the raw text)"""
-
-
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 """Delimiters that are recognised in the header of a csv file, and their names in messages."""
 
@@ -40,12 +38,10 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     for number, cells, raw in records:
         invalid = INVALID_BYTE.search(raw)
         if not names:
-            if invalid or cells is None:
-                raise DataError(
-                    f"{path}:{number}: the header {undecodable(invalid, options.encoding)}. {encoding_hint(path)}"
-                    if invalid
-                    else f"{path}:{number}: the header has an unclosed quote"
-                )
+            if invalid:
+                raise DataError(f"{path}:{number}: the header {undecodable(invalid, options.encoding)}. {encoding_hint(path)}")
+            if cells is None:
+                raise DataError(f"{path}:{number}: the header has an unclosed quote")
             names = cells
         elif invalid:
             whole = cells is not None and len(cells) == len(names)
@@ -82,24 +78,21 @@ def guess_delimiter(header: str) -> str:
 
 def csv_records(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
     """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line."""
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        number, remaining = 1, lines
-        while (first := next(remaining, None)) is not None:
-            if not first.strip("\r\n"):
-                number += 1
-                continue
-            consumed = [first]
-            try:
-                record = chain([first], recorded(remaining, consumed))
-                cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True))
-            except csv.Error:
-                cells, remaining = None, chain(consumed[1:], remaining)
-                consumed = consumed[:1]
-            yield number, cells, "".join(consumed)
-            number += len(consumed)
-    finally:
-        csv.field_size_limit(limit)
+    csv.field_size_limit(sys.maxsize)
+    number, remaining = 1, lines
+    while (first := next(remaining, None)) is not None:
+        if not first.strip("\r\n"):
+            number += 1
+            continue
+        consumed = [first]
+        try:
+            record = chain([first], recorded(remaining, consumed))
+            cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True))
+        except csv.Error:
+            cells, remaining = None, chain(consumed[1:], remaining)
+            consumed = consumed[:1]
+        yield number, cells, "".join(consumed)
+        number += len(consumed)
 
 
 def recorded(lines: Iterator[str], consumed: list[str]) -> Iterator[str]:

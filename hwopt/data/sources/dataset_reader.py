@@ -69,16 +69,13 @@ def refuse_names(source: str, split: str, message: str, error: Exception) -> Non
     name, configuration = configured(source)
     listed = re.search(r"\[(.*?)\]", message, re.DOTALL)
     known = re.findall(r"'([^']*)'", listed[1]) if listed else []
-    if message.startswith("Config name is missing"):
-        raise DataError(
-            f"{source}: has several configurations; name one, such as {name}:{(known or ['NAME'])[0]}. It has: {listing(known)}"
-        ) from error
-    if message.startswith("BuilderConfig "):
-        raise DataError(
-            f"{source}: has no configuration {configuration!r}.{nearest(configuration or '', known)} It has: {listing(known)}"
-        ) from error
-    if message.startswith(("Unknown split", "Bad split")):
-        raise DataError(f"{source}: has no split {split!r}.{nearest(split, known)} It has: {listing(known)}") from error
+    several = f"has several configurations; name one, such as {name}:{(known or ['NAME'])[0]}."
+    no_split = f"has no split {split!r}.{nearest(split, known)}"
+    no_configuration = f"has no configuration {configuration!r}.{nearest(configuration or '', known)}"
+    texts = {"Config name is missing": several, "BuilderConfig ": no_configuration}
+    for start, text in {**texts, "Unknown split": no_split, "Bad split": no_split}.items():
+        if message.startswith(start):
+            raise DataError(f"{source}: {text} It has: {listing(known)}") from error
 
 
 def first_streamed(dataset: Any, rows: int | None) -> pa.Table:

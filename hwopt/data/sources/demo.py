@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hwopt.config.toml import Document
-from hwopt.data.stores.array_folder import write_cache_folder
+from hwopt.data.stores.store import write_cache_folder
 from hwopt.errors import DataError
 from hwopt.system.cache import is_cached
 

@@ -23,9 +23,14 @@ def read_any(source: str) -> tuple[Rows, dict[str, Any]]:
 
     The fields of nested columns are columns of the table. Raises DataError if the source cannot be read.
     """
-    format = "conll" if all(map(is_hidden_conll, expand(source))) else None
-    rows, keys = read_encoded(source, format)
-    return replace(rows, table=flattened(rows.table)), ({} if format is None else {"format": format}) | keys
+    keys: dict[str, Any] = {"format": "conll"} if all(map(is_hidden_conll, expand(source))) else {}
+    located = (locate(path, format=keys.get("format")) for path in expand(source))
+    files = [path for kind, path in located if kind == "file" and path.suffix.lower() != ".parquet"]
+    if encoding := next(filter(None, map(likely_encoding, files)), None):
+        keys["encoding"] = encoding
+    rows = read_all(source, None, ReadOptions(strict=False, **keys))
+    rows.usable()
+    return replace(rows, table=flattened(rows.table)), keys
 
 
 def is_hidden_conll(source: str) -> bool:
@@ -35,35 +40,6 @@ def is_hidden_conll(source: str) -> bool:
         return kind == "file" and path.suffix.lower() not in CONLL_EXTENSIONS and looks_like_conll(read_lines(path))
     except (DataError, OSError):  # binary, missing or not readable
         return False
-
-
-def read_encoded(source: str, format: str | None) -> tuple[Rows, dict[str, Any]]:
-    """The rows of `source`, and the key of `data` for its encoding if it is not UTF-8."""
-    try:
-        rows = read_all(source, None, ReadOptions(strict=False, format=format))
-        rows.usable()
-        if not rows.bad_rows.cells:
-            return rows, {}
-    except DataError as error:
-        if (found := read_recoded(source, format)) is None:
-            raise error
-        return found
-    return read_recoded(source, format) or (rows, {})
-
-
-def read_recoded(source: str, format: str | None) -> tuple[Rows, dict[str, Any]] | None:
-    """The rows of a text file in its likely encoding, and the key of `data` for it; None if they cannot be read so either."""
-    try:
-        located = (locate(path, format=format) for path in expand(source))
-        files = [path for kind, path in located if kind == "file" and path.suffix.lower() != ".parquet"]
-        name = next(filter(None, map(likely_encoding, files)), None)
-        if name is None:
-            return None
-        rows = read_all(source, None, ReadOptions(strict=False, encoding=name, format=format))
-        rows.usable()
-    except DataError:
-        return None
-    return rows, {"encoding": name}
 
 
 def reading_notes(source: str, keys: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.text_file import INVALID_BYTE
 from hwopt.errors import DataError
 from hwopt.text import listing, nearest, truncate
 
@@ -23,8 +24,6 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 """Part of the data -> names of its folder."""
-IMAGE, LABEL = "image", "label"
-"""Columns of the table."""
 SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 
 
@@ -33,39 +32,27 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names of the files and folders in `folder` that are not hidden, sorted; empty if it cannot be read."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:  # missing, or no permission
+        return []
+
+
 def is_image_folder(folder: Path) -> bool:
     """Whether `folder` has images, directly or in the folders of classes or splits."""
-    return has_images(folder) or any(map(has_classes, (folder, *split_folders(folder).values())))
-
-
-def is_utf8(name: str) -> bool:
-    """Whether a file name is UTF-8. Tables hold no other."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def has_images(folder: Path) -> bool:
-    """Whether an image is directly in `folder`."""
-    try:
-        return any(map(is_image, os.listdir(folder)))
-    except OSError:  # missing, or no permission
-        return False
+    return any(map(is_image, names_in(folder))) or any(map(has_classes, (folder, *split_folders(folder).values())))
 
 
 def has_classes(folder: Path) -> bool:
     """Whether a folder in `folder` has images."""
-    return any(map(has_images, folders_in(folder)))
+    return any(is_image(name) for each in folders_in(folder) for name in names_in(each))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in `folder` that are not hidden, sorted by name; empty if it cannot be read."""
-    try:
-        return sorted(each for each in folder.iterdir() if not each.name.startswith(".") and each.is_dir())
-    except OSError:
-        return []
+    """The folders in `folder` that are not hidden, sorted by name."""
+    return [folder / name for name in names_in(folder) if (folder / name).is_dir()]
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
@@ -104,14 +91,15 @@ def read_image_folder(folder: Path, split: str | None, options: ReadOptions) -> 
 
     root = part_of(folder, split)
     files = list(files_below(root))
-    images = [file for file in files if is_image(Path(file).name) and is_utf8(file)]
+    reasons = {file: "is not an image, by its extension" for file in files if not is_image(Path(file).name)}
+    reasons |= {file: "has a name that is not UTF-8" for file in files if INVALID_BYTE.search(file)}
+    images = [file for file in files if file not in reasons]
     bad_rows = BadRows(str(root), "row", options.strict, options.max_bad_rows)
-    for number, file in enumerate(sorted({*files}.difference(images)), len(images) + 1):
-        reason = "is not an image, by its extension" if is_utf8(file) else "has a name that is not UTF-8"
-        bad_rows.add(number, f"{reason}: {truncate(file)}")
+    for number, file in enumerate(sorted(reasons), len(images) + 1):
+        bad_rows.add(number, f"{reasons[file]}: {truncate(file)}")
     if not images:
         raise DataError(f"{root}: has no image ({listing(EXTENSIONS)}); expected one folder of images per class")
-    columns = {IMAGE: images}
+    columns = {"image": images}
     if has_classes(root):
-        columns[LABEL] = [Path(image).parts[0] if len(Path(image).parts) > 1 else "" for image in images]
+        columns["label"] = [Path(image).parts[0] if len(Path(image).parts) > 1 else "" for image in images]
     return Rows(pa.table(columns), Places(str(root), "row", range(1, len(images) + 1)), bad_rows)

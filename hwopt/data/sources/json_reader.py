@@ -26,7 +26,7 @@ def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
         found = read_array(path, "".join(["\n" * (number - 1), first, *lines]), bad_rows)
     else:
         start = [first, *islice(lines, 1)]
-        if len(start) == 1 or json_object(first) is None:
+        if len(start) == 1 or isinstance(json_object(first), str):
             start += lines
             refuse_whole_object(path, "".join(start))
         found = read_objects(enumerate(chain(start, lines), number), bad_rows)
@@ -43,8 +43,7 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise DataError(f"{path}:{line}: {not_json(error)}") from error
+        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {not_json(error)}") from error
     found = []
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
@@ -60,25 +59,20 @@ def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tu
     for number, line in lines:
         if not line.strip():
             continue
+        row = json_object(replace_invalid(line))
         if invalid := INVALID_BYTE.search(line):
-            bad_rows.add(number, undecodable(invalid), json_object(replace_invalid(line)))
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            bad_rows.add(number, not_json(error))
-            continue
-        if isinstance(row, dict):
-            found.append((number, row))
+            bad_rows.add(number, undecodable(invalid), None if isinstance(row, str) else row)
+        elif isinstance(row, str):
+            bad_rows.add(number, row)
         else:
-            bad_rows.add(number, not_an_object(row))
+            found.append((number, row))
     return found
 
 
 def refuse_whole_object(path: Path, text: str) -> None:
     """Raise DataError if `text` is one JSON object over several lines, or with rows or columns inside it."""
     whole = json_object(text)
-    if whole is None:
+    if isinstance(whole, str):
         return
     inside = [len(value) for value in whole.values() if isinstance(value, list) and is_rows(value)]
     columns = list(whole.values()) if len(whole) > 1 else []
@@ -98,13 +92,13 @@ def is_rows(values: list[Any]) -> bool:
     return len(values) > 1 and all(isinstance(each, dict) and not {"role", "from"} & set(each) for each in values)
 
 
-def json_object(line: str) -> dict[str, Any] | None:
-    """The JSON object in `line`, or None."""
+def json_object(text: str) -> dict[str, Any] | str:
+    """The JSON object in `text`, or why there is none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return not_json(error)
+    return row if isinstance(row, dict) else not_an_object(row)
 
 
 def not_json(error: ValueError | RecursionError) -> str:
@@ -134,5 +128,5 @@ def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, 
 
 def json_text(value: Any) -> str:
     """`value` itself if it is a string, else its JSON; lone surrogates become "?"."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.encode("utf-8", "replace").decode("utf-8")

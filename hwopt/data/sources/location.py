@@ -10,19 +10,32 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
-from hwopt.data.sources.image_folder import is_image, is_image_folder
+from hwopt.data.sources.image_folder import is_image, is_image_folder, names_in
 from hwopt.errors import DataError
 from hwopt.system.paths import path_kind, refuse_non_utf8
 from hwopt.text import listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
-ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar")
-SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
+REFUSED = {
+    (".zip", ".gz", ".tgz", ".tar", ".bz2", ".xz", ".zst", ".7z", ".rar"): "is an archive; unpack it, and give the file in it",
+    (".xlsx", ".xlsm", ".xls", ".ods", ".numbers"): (
+        "is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
+    ),
+}
 DATASETS_FILES = ("dataset_dict.json", "state.json")
 """Every folder made by save_to_disk() has one of these files."""
-
-
 GLOB = re.compile(r"[*?\[]")
+Kind = Literal["file", "saved", "images", "dataset"]
+"""A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""
+
+
+class MissingFileError(DataError):
+    """There is no such file."""
+
+
+def path_of(source: str) -> Path:
+    """The path that `source` names: job files are UTF-8, whatever encoding Python assumes for file names."""
+    return Path(os.fsdecode(source.encode("utf-8", "replace")))
 
 
 def has_glob(source: str) -> bool:
@@ -35,24 +48,15 @@ def expand(source: str) -> list[str]:
 
     Hidden files and folders are left out. Raises DataError if no file matches.
     """
-    if not has_glob(source) or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
+    if not has_glob(source) or os.path.lexists(path_of(source)):
         return [source]
     refuse_non_utf8(source, "data:")
     found = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if not os.path.isdir(path))
     if not found:
         folder = Path(os.path.dirname(GLOB.split(source)[0]))
-        there = listing([name for name in sorted(names_in(folder)) if not name.startswith(".")])
-        inside = f"the folder {str(folder)!r} has: {there}" if there else f"the folder {str(folder)!r} is empty or does not exist"
-        raise DataError(f"{source}: no file matches; {inside}")
+        has = f"has: {listing(names)}" if (names := names_in(folder)) else "is empty or does not exist"
+        raise DataError(f"{source}: no file matches; the folder {str(folder)!r} {has}")
     return found
-
-
-class MissingFileError(DataError):
-    """There is no such file."""
-
-
-Kind = Literal["file", "saved", "images", "dataset"]
-"""A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""
 
 
 def locate(source: str, split: str | None = None, format: str | None = None) -> tuple[Kind, Path]:
@@ -61,18 +65,16 @@ def locate(source: str, split: str | None = None, format: str | None = None) -> 
     Raises DataError, with what to give instead, if `source` is of no kind.
     """
     refuse_non_utf8(source, "data:")
-    # job files are UTF-8, whatever encoding Python assumes for file names
-    path, named = (Path(os.fsdecode(each.encode("utf-8"))) for each in (source, configured(source)[0]))
+    path = path_of(source)
     kind = path_kind(path, "data", DataError)
-    folder = path if kind == "folder" else named
-    if kind == "folder" or folder != path:
-        if is_clone(folder):
-            return "dataset", folder
-        if kind == "folder" and is_image_folder(path):
+    folder = path if kind == "folder" else path_of(configured(source)[0])
+    if is_clone(folder):
+        return "dataset", folder
+    if kind == "folder":
+        if is_image_folder(path):
             return "images", path
-        if kind == "folder":
-            refuse_other_folders(path)
-            return "saved", path
+        refuse_other_folders(path)
+        return "saved", path
     if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not looks_like_a_path(source):
         return "dataset", path
     if split is not None and kind == "file":
@@ -89,8 +91,7 @@ def extension(path: Path, format: str | None) -> str:
 def configured(source: str) -> tuple[str, str | None]:
     """(name or folder, configuration) of "NAME:CONFIGURATION"; (source, None) without one."""
     name, colon, configuration = source.rpartition(":")
-    drive = len(name) == 1 and configuration[:1] in ("/", "\\")
-    if not colon or drive or os.path.lexists(os.fsdecode(source.encode("utf-8", "replace"))):
+    if not colon or len(name) == 1 or os.path.lexists(path_of(source)):  # one letter: a drive of Windows
         return source, None
     return name, configuration or None
 
@@ -107,19 +108,12 @@ def is_clone(folder: Path) -> bool:
 
 def looks_like_a_path(source: str) -> bool:
     """Whether `source` cannot be a hub name."""
-    return source.startswith((".", "/", "~", "\\")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
-
-
-def names_in(folder: Path) -> list[str]:
-    """The file names in `folder`; empty if it cannot be read."""
-    try:
-        return os.listdir(folder)
-    except OSError:  # missing, or no permission
-        return []
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
 
 
 def refuse_other_folders(path: Path) -> None:
     """Raise DataError for a folder that save_to_disk() did not make."""
+    # path_kind names a folder without permission, which names_in takes for an empty one
     if not any(path_kind(path / name, "data", DataError) == "file" for name in DATASETS_FILES):
         if not names_in(path):
             raise DataError(f"{path}: is an empty folder; give one with the data in it")
@@ -131,14 +125,15 @@ def refuse_other_folders(path: Path) -> None:
 
 def files_hint(folder: Path) -> str:
     """What to give instead of `folder`: the files of a kind in it, or in its subfolders, or one of them."""
-    for pattern, names in (("", names_in(folder)), ("**", [str(path) for path in folder.glob("*/*")])):
-        files = sorted(name for name in names if Path(name).suffix.lower() in EXTENSIONS and not Path(name).name.startswith("."))
+    for pattern, below in (("", "*"), ("**", "*/*")):
+        files = [
+            path for path in sorted(folder.glob(below)) if path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
+        ]
         if len(files) == 1:
-            return f"; give its file: {str(folder / files[0])!r}"
-        kinds = Counter(Path(name).suffix for name in files).most_common(3)
-        if kinds:
-            counts = {str(folder / pattern / f"*{suffix}"): f"{count:,} file{'s' * (count > 1)}" for suffix, count in kinds}
-            return "; give its files: " + " or ".join(f"{name!r} ({count})" for name, count in counts.items())
+            return f"; give its file: {str(files[0])!r}"
+        if kinds := Counter(path.suffix for path in files).most_common(3):
+            globs = [f"{str(folder / pattern / f'*{suffix}')!r} ({n:,} file{'s' * (n > 1)})" for suffix, n in kinds]
+            return "; give its files: " + " or ".join(globs)
     return ""
 
 
@@ -153,12 +148,9 @@ def refuse_other_files(path: Path, format: str | None = None) -> None:
         )
     if path_kind(path, "data", DataError) != "file":
         raise DataError(f"{path}: is not a regular file; give a file ({listing(EXTENSIONS)})")
-    if suffix in ARCHIVES:
-        raise DataError(f"{path}: is an archive; unpack it, and give the file in it")
-    if suffix in SHEETS:
-        raise DataError(
-            f"{path}: is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
-        )
+    for suffixes, why in REFUSED.items():
+        if suffix in suffixes:
+            raise DataError(f"{path}: {why}")
     if format is None and is_image(path.name):
         raise DataError(f"{path}: is one image; give a folder of images, or a table with their paths")
     if format is None and suffix not in EXTENSIONS:

@@ -1,22 +1,29 @@
-"""Read the value of data.train, data.eval or data.test: one source, a glob, a list of sources, or a mixture with weights."""
+"""Read the value of data.train, data.eval or data.test: one source, a glob, a list of sources, or a mixture with weights.
+
+The rows of several sources become one table. Each row keeps its place in its own source.
+"""
 
 from __future__ import annotations
 
-import os
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
-from hwopt.data.bad_rows import Mixed
-from hwopt.data.sources.joined_rows import joined
-from hwopt.data.sources.location import expand, extension, locate
+from hwopt.data.bad_rows import BadRows, Origins, Places
+from hwopt.data.mixture import Mixture
+from hwopt.data.sources.json_reader import to_table
+from hwopt.data.sources.location import expand, extension, locate, path_of
 from hwopt.data.sources.rows import ReadOptions, Rows
-from hwopt.data.sources.tables import read_document, read_rows
+from hwopt.data.sources.tables import find_column, read_document, read_rows
 from hwopt.errors import DataError
-from hwopt.text import listing
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hwopt.config.job import Data
 
 
@@ -46,15 +53,8 @@ def leaves(sources: Sources | TrainingSources, split: str | None = None) -> list
 
 def read_options(data: Data) -> ReadOptions:
     """How the job reads its data."""
-    return ReadOptions(
-        data.on_bad_row == "stop",
-        data.max_bad_rows,
-        data.encoding,
-        data.delimiter,
-        data.max_rows,
-        data.streaming,
-        data.format,
-    )
+    names = ("max_bad_rows", "encoding", "delimiter", "max_rows", "streaming", "format")
+    return ReadOptions(strict=data.on_bad_row == "stop", **{name: getattr(data, name) for name in names})
 
 
 def refuse_missing(data: Data) -> None:
@@ -67,9 +67,9 @@ def refuse_missing(data: Data) -> None:
         located(leaf, data.format, several=len(held_out) > 1)
     if data.streaming and "dataset" not in kinds:
         raise DataError("data.streaming: applies to data sets of the hub, and data.train has files only; omit it")
-    files = {real_path(leaf) for leaf in held_out if os.path.isfile(real_path(leaf))} if len(train) > 1 else ()
-    for leaf in train:
-        if files and real_path(leaf) in files:
+    files = {path_of(leaf.path).resolve() for leaf in held_out if path_of(leaf.path).is_file()}
+    for leaf in train if len(train) > 1 else ():
+        if path_of(leaf.path).resolve() in files:
             raise DataError(
                 f"{leaf.path}: data.train has this file, and data.eval or data.test too; a model must not train on what "
                 "evaluates it. Move the file to another folder, or list the files of data.train"
@@ -82,7 +82,7 @@ def on_disk(data: Data) -> bool:
         found = [leaf for sources in (data.train, data.eval, data.test) if sources for leaf in leaves(sources)]
     except DataError:  # a glob without files
         return False
-    return all(os.path.exists(real_path(leaf)) for leaf in found)
+    return all(path_of(leaf.path).exists() for leaf in found)
 
 
 def located(leaf: Leaf, format: str | None, several: bool) -> str:
@@ -90,33 +90,118 @@ def located(leaf: Leaf, format: str | None, several: bool) -> str:
     return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]
 
 
-def real_path(leaf: Leaf) -> str:
-    """The absolute path without links; job files are UTF-8, whatever encoding Python assumes for file names."""
-    return os.path.realpath(os.fsdecode(leaf.path.encode("utf-8")))
-
-
 def is_document(leaf: Leaf, format: str | None) -> bool:
     """Whether `leaf` is a text file, which is one row."""
-    return extension(Path(leaf.path), format) == ".txt" and os.path.isfile(real_path(leaf))
+    return extension(Path(leaf.path), format) == ".txt" and path_of(leaf.path).is_file()
 
 
 def read_all(sources: Sources | TrainingSources, split: str | None, options: ReadOptions, suffix: str = "") -> Rows:
     """The rows of all `sources`. `suffix` follows the name of a data set in messages. Raises DataError as `read_rows` does."""
+    import numpy as np
+
     found = leaves(sources, split)
     mixed = [part for part in sources if isinstance(part, MixedSource)]
     if len(found) == 1 and not mixed:
         return read_rows(found[0].path, found[0].split, options, found[0].path + suffix)
-    parts = [read_part(leaf, options, suffix) for leaf in found]
+    # a text file without text is a bad row instead of an error
+    parts = [
+        read_document(Path(leaf.path), options)
+        if is_document(leaf, options.format)
+        else read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
+        for leaf in found
+    ]
     names = paths_of(sources)
-    weights, groups = tuple(part.weight for part in mixed), tuple(leaf.group for leaf in found)
-    rows = joined(parts, listing(names, 3) + suffix, Mixed(tuple(names), weights, groups) if mixed else None)
+    weights = tuple(part.weight for part in mixed)
+    mixture = Mixture(tuple(names), weights, np.array([leaf.group for leaf in found])) if mixed else None
+    rows = joined(parts, listing(names, 3) + suffix, mixture)
     if not rows.table.num_rows:
         rows.bad_rows.check([])
     return rows
 
 
-def read_part(leaf: Leaf, options: ReadOptions, suffix: str) -> Rows:
-    """The rows of one of several sources. A text file without text is a bad row instead of an error."""
-    if is_document(leaf, options.format):
-        return read_document(Path(leaf.path), options)
-    return read_rows(leaf.path, leaf.split, options, leaf.path + suffix)
+def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
+    """The rows of all `parts`, in this order; `mixed` has the source of each part.
+
+    Raises DataError if two parts differ in their columns.
+    """
+    table, non_strings = joined_table(parts)
+    starts, numbers, start = [], [], 0
+    for rows in parts:
+        starts.append(start)
+        numbers += [start + number for number in rows.places.numbers]
+        start += 1 + max(max(rows.places.numbers, default=0), max(rows.bad_rows.reasons, default=0))
+    origins = Origins(tuple(rows.source for rows in parts), tuple(rows.places.unit for rows in parts), tuple(starts))
+    first = parts[0].bad_rows
+    bad_rows = BadRows(source, "row", first.strict, first.max_fraction, origins)
+    for start, rows in zip(starts, parts, strict=True):
+        bad_rows.reasons |= {start + number: reason for number, reason in rows.bad_rows.reasons.items()}
+        bad_rows.cells |= {start + number: cells for number, cells in rows.bad_rows.cells.items()}
+        bad_rows.hint = bad_rows.hint or (rows.bad_rows.hint if rows.bad_rows.cells else None)
+    places = Places(source, "row", numbers, origins, mixed)
+    documents = all(rows.documents for rows in parts)
+    return Rows(table, places, bad_rows, non_strings, documents, tuple(note for rows in parts for note in rows.notes))
+
+
+def joined_table(parts: Sequence[Rows]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+    """(table, values that are not strings as in `Rows`) of all parts. Raises DataError if two differ in their columns."""
+    import pyarrow as pa
+
+    filled = [rows for rows in parts if rows.table.num_rows or rows.table.num_columns]
+    first = filled[0]
+    for rows in filled[1:]:
+        refuse_other_columns(first, rows)
+    columns, non_strings = [], {}
+    for name in first.table.column_names:
+        column, originals = joined_column(filled, name)
+        columns.append(column)
+        if originals:
+            non_strings[name] = originals
+    table = pa.Table.from_arrays(columns, names=first.table.column_names)
+    return table.replace_schema_metadata(first.table.schema.metadata), non_strings
+
+
+def refuse_other_columns(first: Rows, other: Rows) -> None:
+    """Raise DataError if the columns of `other` are not those of `first`."""
+    expected, found = first.table.column_names, other.table.column_names
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    less = f"has no column {listing(list(map(repr, missing)))} of {first.source}" if missing else ""
+    more = f"has the column {listing(list(map(repr, extra)))}, which {first.source} lacks" if extra else ""
+    if less or more:
+        near = nearest(missing[0], extra) if missing else ""
+        raise DataError(
+            f"{other.source}: {' and '.join(filter(None, (less, more)))}.{near} "
+            "Sources that are read together need the same columns"
+        )
+    classes, others = class_labels(first.table), class_labels(other.table)
+    for name in [name for name in expected if classes.get(name) != others.get(name)]:
+        raise DataError(
+            f"{other.source}: the classes of column {name!r} are {truncate(others.get(name))}, those of {first.source} are "
+            f"{truncate(classes.get(name))}; store the labels as strings"
+        )
+
+
+def class_labels(table: pa.Table) -> dict[str, Any]:
+    """The class names of the ClassLabel columns of `datasets`, by column."""
+    raw = (table.schema.metadata or {}).get(b"huggingface", b"{}")
+    features = json.loads(raw).get("info", {}).get("features") or {}
+    return {name: kind.get("names") for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+
+
+def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, dict[int, Any]]:
+    """(column of all parts, row -> original of values that are not strings in a column of mixed types)."""
+    import pyarrow as pa
+
+    originals: dict[int, Any] = {}
+    start = 0
+    for rows in parts:
+        originals |= {start + row: value for row, value in rows.non_strings.get(name, {}).items()}
+        start += rows.table.num_rows
+    columns = [find_column(rows.table, name, rows.source) for rows in parts]
+    columns = [column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in columns]
+    try:
+        tables = [pa.table({name: column}) for column in columns]
+        return pa.concat_tables(tables, promote_options="permissive")[name], originals
+    except pa.ArrowException:  # as within one JSON file, mixed types become JSON text, since the job may not need the column
+        table, mixed = to_table([{name: value} for column in columns for value in column.to_pylist()])
+        return table[name], originals | mixed.get(name, {})

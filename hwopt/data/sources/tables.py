@@ -1,8 +1,7 @@
 """Read the rows of a file, of a `datasets` folder or of a hub data set.
 
 hwopt has its own readers for text formats, because no library names the line of a bad row and continues after it. pyarrow and
-datasets read the other formats. A source that cannot be used raises DataError, with the line if there is one. A bad row is
-skipped, or raises DataError too (hwopt.data.bad_rows).
+datasets read the other formats.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ def read_rows(source: str, split: str | None = None, options: ReadOptions | None
 
     `source` is one of:
 
-    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet or txt file. The delimiter of a csv
-      file is guessed from its header. Cells of csv and tsv stay strings. A txt file is one row with the column "text". A
-      CoNLL file has one row per sentence (hwopt.data.sources.conll_reader).
-    * a folder with a folder of images per class (hwopt.data.sources.image_folder), `split` being the name of a folder in it.
+    * a csv (quoted, as Excel writes it), tsv (not quoted, as in GLUE), jsonl, json, parquet, CoNLL or txt file; a txt file is
+      one row with the column "text".
+    * a folder with a folder of images per class, `split` being the name of a folder in it.
     * a folder made with save_to_disk() of `datasets`, with `split` (default train).
     * a hub name, "owner/name" or "owner/name:configuration", or a clone of a data set of the hub, likewise.
 
@@ -165,11 +163,10 @@ def read_document(path: Path, options: ReadOptions) -> Rows:
 
     bad_rows = BadRows(str(path), "row", options.strict, options.max_bad_rows)
     bad_rows.hint = partial(encoding_hint, path)
-    lines = list(read_lines(path, options.encoding)) if path.stat().st_size else []
-    invalid = next(((number, found) for number, line in enumerate(lines, 1) if (found := INVALID_BYTE.search(line))), None)
-    text = "".join(lines)
-    if invalid is not None:
-        bad_rows.add(1, f"{undecodable(invalid[1], options.encoding)}: line {invalid[0]}", {})
+    text = "".join(read_lines(path, options.encoding)) if path.stat().st_size else ""
+    if invalid := INVALID_BYTE.search(text):
+        line = text.count("\n", 0, invalid.start()) + 1
+        bad_rows.add(1, f"{undecodable(invalid, options.encoding)}: line {line}", {})
     elif not text.strip():
         bad_rows.add(1, "has no text")
     texts = [] if bad_rows.reasons else [text]

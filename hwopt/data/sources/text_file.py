@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,14 +63,19 @@ def refuse_misread(path: Path, encoding: str) -> None:
     """Raise DataError if an encoding of single bytes such as cp1252, in which every file can be read, is given for UTF-8."""
     single_bytes = len(bytes(range(256)).decode(encoding, "replace")) == 256
     unicode = codecs.lookup(encoding).name.startswith("utf")
-    if unicode or not single_bytes or not (sample := lines_beyond_ascii(path)):
-        return
-    with contextlib.suppress(UnicodeDecodeError):
-        sample.decode("utf-8")
+    if single_bytes and not unicode and (sample := lines_beyond_ascii(path)) and is_utf8(sample):
         raise DataError(
             f"{path}: is UTF-8, but data.encoding is {encoding!r}. Omit data.encoding; for this file alone: "
             "--set data.encoding=utf-8"
         )
+
+
+def is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def lines_beyond_ascii(path: Path) -> bytes:
@@ -87,15 +91,15 @@ def lines_beyond_ascii(path: Path) -> bytes:
 
 
 def likely_encoding(path: Path) -> str | None:
-    """The likely encoding of a file that is not UTF-8; None if it cannot be guessed."""
+    """The likely encoding of a file; None if it is UTF-8, or UTF-16 with a byte order mark, or cannot be guessed."""
     import chardet
 
     sample = lines_beyond_ascii(path)
-    guess = chardet.detect(sample)["encoding"] if sample else None
+    if is_utf8(sample) or sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return None
+    guess = chardet.detect(sample)["encoding"]
     name = None if guess is None else codecs.lookup(guess).name
-    if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace"):
-        return "cp1252"
-    return None if name in ("utf-8", "ascii") else name
+    return "cp1252" if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace") else name
 
 
 def encoding_hint(path: Path) -> str:

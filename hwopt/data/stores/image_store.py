@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.stores.array_folder import ArrayFolder
 from hwopt.data.stores.images import ImageTransform, opened
+from hwopt.data.stores.store import ArrayFolder
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from hwopt.data.mixture import Mixture
 
 FORMAT = 1
 Content = str | bytes
@@ -34,11 +32,6 @@ class ImageStore(ArrayFolder):
     def __init__(self, folder: Path, transform: ImageTransform | None = None) -> None:
         super().__init__(folder)
         self.transform = transform
-        self.mixture: Mixture | None = None
-        """The sources of the samples, if the data is a mixture; not stored, and not pickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ImageStore, (self.folder, self.transform)
 
     def __len__(self) -> int:
         return len(self.array("offsets")) - 1
@@ -50,11 +43,7 @@ class ImageStore(ArrayFolder):
 
         return np.ones(len(self), np.int32)
 
-    @property
-    def counts(self) -> NDArray[np.int32]:
-        import numpy as np
-
-        return np.ones(len(self), np.int32)
+    counts = lengths
 
     def content(self, index: int) -> bytes | Path:
         """The file of image `index`, or its bytes."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +28,8 @@ AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 from Szegedy et al. 2014 (arXiv:1409.4842)."""
 ATTEMPTS = 10
 """Draws of a crop, of which one that is larger than the image is rejected."""
+DAMAGED = (OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError)
+"""What Pillow raises for truncated files and damaged headers."""
 
 
 def require_pillow() -> None:
@@ -53,10 +54,8 @@ def opened(content: bytes | Path) -> Image:
         raise ValueError("is not an image that Pillow can read") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"has too many pixels: {first_line(error)}") from error
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror or first_line(error)}") from error
-    except (ValueError, SyntaxError, TypeError, ArithmeticError, LookupError) as error:  # damaged headers
-        raise ValueError(f"is a damaged image: {first_line(error)}") from error
+    except DAMAGED as error:
+        raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
 def decoded(content: bytes | Path, channels: int) -> Image:
@@ -66,7 +65,7 @@ def decoded(content: bytes | Path, channels: int) -> Image:
     with opened(content) as image:
         try:
             return ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
-        except (OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError) as error:  # truncated or damaged files
+        except DAMAGED as error:
             raise ValueError(f"is a damaged image: {first_line(error)}") from error
 
 
@@ -94,11 +93,6 @@ class ImageTransform:
     channels: int = 3
     augmentation: tuple[Augmentation, ...] = ()
     seed: int = 0
-    options: Mapping[str, Any] = field(init=False, repr=False)
-    """What the processor leaves out after a crop."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "options", {"do_resize": False, "do_center_crop": False} if "crop" in self.augmentation else {})
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
@@ -124,13 +118,11 @@ class ImageTransform:
         """The input (channels, height, width) in float32. `place`: (epoch, sample); augments. Raises ValueError."""
         import numpy as np
 
-        image = decoded(content, self.channels)
-        if place is not None and self.augmentation:
+        image, options = decoded(content, self.channels), {}
+        if place is not None:
             image = self.augmented(image, np.random.default_rng([self.seed, *place]))
-            values = self.processor(image, return_tensors="np", **self.options)["pixel_values"][0]
-        else:
-            values = self.processor(image, return_tensors="np")["pixel_values"][0]
-        return np.ascontiguousarray(values, np.float32)
+            options = {"do_resize": False, "do_center_crop": False} if "crop" in self.augmentation else {}
+        return np.ascontiguousarray(self.processor(image, return_tensors="np", **options)["pixel_values"][0], np.float32)
 
     def augmented(self, image: Image, random: np.random.Generator) -> Image:
         """`image`, cropped to the model's size and flipped at random."""
@@ -147,10 +139,9 @@ class ImageTransform:
     @property
     def identity(self) -> list[Any]:
         """What the pixels depend on, as JSON types."""
-        settings = {
-            key: value for key, value in self.processor.to_dict().items() if isinstance(value, str | int | float | list | dict)
-        }
-        return [settings, self.channels, list(self.augmentation)]
+        settings = self.processor.to_dict().items()
+        plain = {key: value for key, value in settings if isinstance(value, str | int | float | list | dict)}
+        return [plain, self.channels, list(self.augmentation)]
 
 
 def channels_of(config: Any) -> int:
@@ -188,9 +179,9 @@ def new_processor(config: Any) -> Any:
     try:
         default = made()
         size = getattr(config, "image_size", None)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        if not isinstance(height, int):
+        if size is None:
             return default
+        height, width = size if isinstance(size, list | tuple) else (size, size)
         exact = {"height": height, "width": width}
         if default.size.shortest_edge:
             return made(size={"shortest_edge": min(height, width)}, crop_size=exact)

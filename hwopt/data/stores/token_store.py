@@ -1,7 +1,6 @@
-"""Store tokenised samples as flat memory-mapped arrays in the cache folder, and split rows into train and eval.
+"""Tokenised samples as flat memory-mapped arrays in the cache folder, and the split of rows into train and eval.
 
-Tokens are stored once per (data, tokenizer, settings). A second run starts without tokenising, and data-loading workers open the
-arrays by path instead of receiving a copy. hwopt.data.sources.tables reads the source files.
+Tokens are stored once per (data, tokenizer, settings): a second run starts without tokenising.
 """
 
 from __future__ import annotations
@@ -9,17 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.stores.array_folder import ArrayFolder
+from hwopt.data.stores.store import ArrayFolder
 from hwopt.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from hwopt.data.mixture import Mixture
 
 
 def split_rows(samples: int, fraction: float, seed: int, source: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -89,22 +85,15 @@ class TokenStore(ArrayFolder):
     * optionally `documents`: int64 (samples,), for blocks of text: the document in which each sample starts
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.mixture: Mixture | None = None
-        """The sources of the samples, if the data is a mixture; not stored, and not pickled."""
-
     def __len__(self) -> int:
         return len(self.array("offsets")) - 1
 
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each sample, int32 (samples,)."""
-        if "lengths" not in self._arrays:
-            import numpy as np
+        import numpy as np
 
-            self._arrays["lengths"] = np.diff(self.array("offsets")).astype(np.int32)
-        return self._arrays["lengths"]
+        return np.diff(self.array("offsets")).astype(np.int32)
 
     @property
     def counts(self) -> NDArray[np.int32]:
@@ -112,9 +101,9 @@ class TokenStore(ArrayFolder):
         return self.array("counts")
 
     def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
-        """Sample `index`: "input_ids" (length,), optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
+        """Sample `index`: "input_ids" and optionally "token_type_ids" (length,), and "labels" (length,) or "row_labels".
 
-        "row_labels" is what the sample as a whole has as its label, of any shape. The sample is the same in each `epoch`.
+        "row_labels" is what the sample as a whole has as its label, of any shape.
         """
         offsets = self.array("offsets")
         part = slice(offsets[index], offsets[index + 1])
@@ -122,8 +111,40 @@ class TokenStore(ArrayFolder):
         if self.has("token_type_ids"):
             found["token_type_ids"] = self.array("token_type_ids")[part]
         labels = self.array("labels")
-        if self.meta["labels_per_token"]:
-            found["labels"] = labels[part]
-        else:
-            found["row_labels"] = labels[index, ...]
-        return found
+        return found | ({"labels": labels[part]} if self.meta["labels_per_token"] else {"row_labels": labels[index, ...]})
+
+
+class PairStore(TokenStore):
+    """Tokenised inputs and targets. The arrays, beside those of `TokenStore` for the inputs, without labels:
+
+    * `target_ids`: int32, the targets of all samples concatenated
+    * `target_offsets`: int64 (samples + 1,), the start of each target
+
+    meta.json has `start`, the first token of every decoder's input, and `max_target_length`.
+    """
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Size of each sample, int32 (samples,): the greater of its input and its target, each relative to the longest one.
+
+        The longest input has its number of tokens; a target counts as if max_target_length were as long as that. So n times
+        shorter samples have n times fewer tokens in the encoder and in the decoder than the micro-batch that a plan is made for.
+        """
+        import numpy as np
+
+        inputs, targets = np.diff(self.array("offsets")), np.diff(self.array("target_offsets"))
+        sizes: NDArray[np.int64] = np.maximum(inputs, -(-targets * inputs.max() // self.meta["max_target_length"]))
+        return sizes.astype(np.int32)
+
+    def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
+        """Sample `index`: "input_ids" (length,), "decoder_input_ids" and "decoder_labels" (target length,)."""
+        import numpy as np
+
+        offsets, targets = self.array("offsets"), self.array("target_offsets")
+        labels = self.array("target_ids")[targets[index] : targets[index + 1]]
+        shifted = np.concatenate([np.array([self.meta["start"]], labels.dtype), labels[:-1]])
+        return {
+            "input_ids": self.array("input_ids")[offsets[index] : offsets[index + 1]],
+            "decoder_input_ids": shifted,
+            "decoder_labels": labels,
+        }

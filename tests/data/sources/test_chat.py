@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data.test_chat_templates import byte_tokenizer
 
 from hwopt import api
 from hwopt.config.job import Job, make_job
@@ -38,17 +39,7 @@ REWRITES = """{%- for message in messages %}[{{ message.role }}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(["hello"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
+    return byte_tokenizer(SPECIAL)
 
 
 def without_markers(template: str) -> str:
@@ -89,20 +80,9 @@ def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool
 @pytest.mark.parametrize("marked", [True, False])
 def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML if marked else without_markers(CHATML)
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
-    }
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     with pytest.raises(BadConversation, match="does not write the tool calls"):
-        trained_text(tokenizer, [MESSAGES[0], call, *MESSAGES])
-
-
-def test_tools_reach_the_template(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ tools[0].function.name }}:" + CHATML
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    tokens, _ = ChatTemplate(tokenizer, "all").encode(Conversation(MESSAGES, tools))
-    assert tokenizer.decode(tokens).startswith("add:")
+        trained_text(tokenizer, [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}, *MESSAGES])
 
 
 @pytest.mark.parametrize(
@@ -164,30 +144,24 @@ def prepare(job: Job, folder: Path) -> Prepared:
     return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
 
 
-@pytest.mark.parametrize(
-    "rows", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"instruction": "Hello?", "output": "Hi."}]
-)
-def test_chat_files_are_recognised(rows: dict[str, Any], tmp_path: Path) -> None:
-    prepared = prepare(job_of([rows] * 4, tmp_path), tmp_path)
-    row = prepared.train.row(0)
-    answers = prepared.tokenizer.decode(row["labels"][row["labels"] != IGNORED])
+@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"instruction": "Hello?", "output": "Hi."}])
+def test_chat_files_are_recognised(row: dict[str, Any], tmp_path: Path) -> None:
+    prepared = prepare(job_of([row] * 4, tmp_path), tmp_path)
+    sample = prepared.train.row(0)
+    answers = prepared.tokenizer.decode(sample["labels"][sample["labels"] != IGNORED])
     assert answers.startswith("Hi.")
     assert "Hello?" not in answers
-    assert "Hello?" in prepared.tokenizer.decode(row["input_ids"])
-    assert prepared.train.counts[0] == (row["labels"] != IGNORED).sum()
+    assert "Hello?" in prepared.tokenizer.decode(sample["input_ids"])
+    assert prepared.train.counts[0] == (sample["labels"] != IGNORED).sum()
 
 
 def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Path) -> None:
-    rows = [
-        {"messages": MESSAGES},
-        {"messages": [MESSAGES[0]]},
-        {"messages": [{"role": "user", "content": " ".join(map(str, range(1000, 1400)))}, MESSAGES[1]]},
-    ]
-    prepared = prepare(job_of([*rows, {"messages": MESSAGES}], tmp_path, max_length=100), tmp_path)
+    long = [{"role": "user", "content": " ".join(map(str, range(1000, 1400)))}, MESSAGES[1]]
+    rows = [{"messages": messages} for messages in (MESSAGES, MESSAGES[:1], long, MESSAGES)]
+    prepared = prepare(job_of(rows, tmp_path, max_length=100), tmp_path)
     assert len(prepared.train) == 2
-    left_out = prepared.bad_rows[0]["left_out"]
-    assert [row["line"] for row in left_out] == [2, 3]
-    assert [row["why"][:30] for row in left_out] == ["has no message of the assistan", "has no answer after truncation"]
+    left_out = [(row["line"], row["why"][:30]) for row in prepared.bad_rows[0]["left_out"]]
+    assert left_out == [(2, "has no message of the assistan"), (3, "has no answer after truncation")]
 
 
 def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
@@ -209,9 +183,9 @@ def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
 @pytest.mark.parametrize("template", [CHATML, without_markers(CHATML)])
-@pytest.mark.parametrize(("turns", "trained"), [("all", "4<|im_end|>"), ("last", "4<|im_end|>")])
+@pytest.mark.parametrize("turns", ["all", "last"])
 def test_answer_that_the_data_marks_as_not_to_be_trained_is_not(
-    mark: dict[str, Any], template: str, turns: Any, trained: str, tokenizer: Any
+    mark: dict[str, Any], template: str, turns: Any, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = template
     cells = {"messages": [MESSAGES[0], {**MESSAGES[1], **mark}, MESSAGES[2], {**MESSAGES[3], "weight": 1}]}
@@ -219,15 +193,7 @@ def test_answer_that_the_data_marks_as_not_to_be_trained_is_not(
     assert found.messages == MESSAGES
     tokens, mask = ChatTemplate(tokenizer, turns).encode(found)
     answers = [token for token, answer in zip(tokens, mask, strict=True) if answer]
-    assert tokenizer.decode(answers).strip() == trained
-
-
-def test_conversation_may_end_with_an_answer_that_is_not_trained(tokenizer: Any) -> None:
-    tokenizer.chat_template = CHATML
-    found = conversation_of({"messages": [*MESSAGES[:3], {**MESSAGES[3], "weight": 0}]}, ("messages",))
-    tokens, mask = ChatTemplate(tokenizer, "all").encode(found)
-    assert tokenizer.decode([t for t, answer in zip(tokens, mask, strict=True) if answer]) == "Hi.<|im_end|>"
-    assert "4<|im_end|>" in tokenizer.decode(tokens)
+    assert tokenizer.decode(answers).strip() == "4<|im_end|>"
 
 
 def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:

@@ -106,17 +106,16 @@ def test_data_sets_and_files_are_joined(clone: Path, tmp_path: Path) -> None:
     assert (rows.places.at(4), rows.places.at(5)) == (f"{clone}:second: row 5", f"{file}:1")
 
 
-@pytest.mark.parametrize("away", [True, False])
-def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise they ask six times for a name that is not on this machine, with a message each time."""
     import datasets
     from huggingface_hub import constants
 
     def load_dataset(*arguments: Any, **options: Any) -> None:
-        assert {constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE} == {away}
+        assert {constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE} == {True}
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("hwopt.data.sources.dataset_reader.hub_is_out_of_reach", lambda: away)
+    monkeypatch.setattr("hwopt.data.sources.dataset_reader.hub_is_out_of_reach", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

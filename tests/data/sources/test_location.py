@@ -37,26 +37,16 @@ def test_file_of_another_format_names_the_remedy(tmp_path: Path, name: str, mess
         locate(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "cp1251"])
-def test_utf8_is_not_misread_in_an_encoding_of_single_bytes(encoding: str, tmp_path: Path) -> None:
+def test_utf8_is_not_misread_in_an_encoding_of_single_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\nplain,1\nschön,1\n", encoding="utf-8")
-    with pytest.raises(DataError, match=rf"a\.csv: is UTF-8, but data\.encoding is '{encoding}'\. .*--set data\.encoding=utf-8"):
-        read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=encoding))
+    with pytest.raises(DataError, match=r"a\.csv: is UTF-8, but data\.encoding is 'cp1252'\. .*--set data\.encoding=utf-8"):
+        read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding="cp1252"))
 
 
-@pytest.mark.parametrize(
-    ("text", "written", "given"),
-    [
-        ("schön", "cp1252", "cp1252"),
-        ("schön", "utf-8-sig", "utf-8-sig"),
-        ("schön", "utf-16", "utf-16"),
-        ("联通", "gbk", "gbk"),  # its bytes are valid UTF-8 too
-        ("Ярослав", "koi8-r", "koi8-r"),
-    ],
-)
-def test_file_in_its_own_encoding_is_read(text: str, written: str, given: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(f"text,label\n{text},1\n", encoding=written)
-    rows = read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=given))
+@pytest.mark.parametrize(("text", "encoding"), [("schön", "cp1252"), ("联通", "gbk"), ("Ярослав", "koi8-r")])
+def test_file_in_its_own_encoding_is_read(text: str, encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"text,label\n{text},1\n", encoding=encoding)  # the bytes in gbk are valid UTF-8 too
+    rows = read_rows(str(tmp_path / "a.csv"), options=ReadOptions(encoding=encoding))
     assert rows.table["text"].to_pylist() == [text]
 
 
@@ -71,9 +61,8 @@ def test_format_opens_a_file_with_an_unknown_extension(tmp_path: Path) -> None:
     assert rows.table.to_pylist() == [{"text": "a", "label": "1"}]
 
 
-@pytest.mark.parametrize("start", [b"PK\x03\x04", b"a\0b"])
-def test_binary_file_with_a_name_of_text_is_recognised(tmp_path: Path, start: bytes) -> None:
-    (tmp_path / "a.csv").write_bytes(start + bytes(range(256)))
+def test_binary_file_with_a_name_of_text_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"PK\x03\x04" + bytes(range(256)))
     with pytest.raises(DataError, match="contains zero bytes: a binary file such as a workbook of Excel"):
         read_rows(str(tmp_path / "a.csv"))
 
@@ -104,7 +93,6 @@ def test_configuration_follows_the_last_colon(tmp_path: Path, monkeypatch: pytes
     ("content", "indent", "message"),
     [
         ({"version": "1.0", "rows": ROWS}, None, "is one object with 2 rows inside; .* Save the rows"),
-        ({"data": ROWS}, 2, "is one object with 2 rows inside"),
         ({"text": ["a", "b"], "label": [0, 1]}, None, r"is one object; hwopt reads a list of objects.*to_json\(orient="),
         ({"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}, None, "is one object; "),
         (ROWS[0], 2, "is one object; "),
@@ -146,18 +134,17 @@ def test_column_with_a_dot_in_its_name_comes_first() -> None:
     assert find_column(table, "a.b", "a").to_pylist() == ["own"]
 
 
-GERMAN = "Der Käse ist schön, die Größe übel.\n"
-
-
 @pytest.mark.parametrize(
     ("text", "encoding", "likely"),
     [
-        (GERMAN * 20, "latin-1", "cp1252"),
+        ("Der Käse ist schön, die Größe übel.\n" * 20, "latin-1", "cp1252"),
         ("El niño comió “piñas” ¿cuánto? 5 €\n" * 10, "cp1252", "cp1252"),
         ("Отличный товар, всем советую. Доставка быстрая.\n", "koi8-r", "koi8-r"),
         ("とても良い商品です。また買います。\n", "shift_jis", "cp932"),
+        ("schön\n", "utf-8", None),
+        ("schön\n", "utf-16", None),
     ],
 )
-def test_likely_encoding(tmp_path: Path, text: str, encoding: str, likely: str) -> None:
+def test_likely_encoding(tmp_path: Path, text: str, encoding: str, likely: str | None) -> None:
     (tmp_path / "a.csv").write_text(text, encoding=encoding)
     assert likely_encoding(tmp_path / "a.csv") == likely

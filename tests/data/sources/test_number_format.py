@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.sources.number_format import decimal_of, is_decimal, number_of, numbers_of, wrong_format
+from hwopt.data.sources.number_format import decimal_of, number_of, numbers_of, wrong_format
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,8 @@ from hwopt.data.sources.number_format import decimal_of, is_decimal, number_of, 
     [
         (["4,5", "3", "-0,25", "", None], ","),
         (["4.5", "3", "1e-3"], "."),
-        (["1", "2"], "."),
         (["12,5", "1,234"], ","),
         (["1,234", "5,678"], None),  # could be thousands
-        (["1.234,5", "12,0"], None),
         (["4.5", "3,5"], None),
         (["4,5", "three"], None),
     ],
@@ -37,7 +35,6 @@ def test_every_float_is_read_back_in_both_formats(number: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "1_000", "0x10", "1.5.2", "1,5", "1 000", "one"])
 def test_other_text_is_not_a_number_with_a_decimal_point(text: str) -> None:
-    assert not is_decimal(text, ".")
     with pytest.raises(ValueError, match="not a number with a decimal point"):
         number_of(text, ".")
 
@@ -48,8 +45,6 @@ def test_other_text_is_not_a_number_with_a_decimal_point(text: str) -> None:
         ("1,5", ".", 'data.decimal = ","'),
         ("1.5", ",", 'data.decimal = "."'),
         ("1.234,50", ".", "Remove the separators between the thousands"),
-        ("1.234,50", ",", "Remove the separators between the thousands"),
-        ("1,234,567", ".", "Remove the separators between the thousands"),
         ("n/a", ".", ""),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.stores.array_folder import write_cache_folder
+from hwopt.data.stores.store import write_cache_folder
 from hwopt.data.stores.token_store import TokenStore, fingerprint, split_by_label, split_rows
 from hwopt.errors import DataError, StorageError
 
@@ -54,16 +54,7 @@ def test_split_by_label_keeps_the_share_of_each_label(counts: list[int], fractio
 
 
 def test_fingerprint_differs_for_different_parts() -> None:
-    parts: list[tuple[Any, ...]] = [
-        (["ab", "c"],),
-        (["a", "bc"],),
-        (["ab"], ["c"]),
-        (["abc"],),
-        ([1, 2],),
-        ([2, 1],),
-        ({"a": 1},),
-        ([],),
-    ]
+    parts: list[tuple[Any, ...]] = [(["ab", "c"],), (["a", "bc"],), (["ab"], ["c"]), (["abc"],), ([1, 2],), ([2, 1],), ([],)]
     assert len({fingerprint(*part) for part in parts}) == len(parts)
 
 
@@ -109,15 +100,10 @@ def test_store_is_cached_and_rebuilt_if_broken(tmp_path: Path) -> None:
     for _ in range(2):
         assert len(TokenStore.cached(folder, counted)) == 2
     assert len(made) == 1
-    (folder / "meta.json").unlink()
-    assert len(TokenStore.cached(folder, counted)) == 2
-    (folder / "labels.npy").write_bytes(b"cut short")
-    assert TokenStore.cached(folder, counted).row(0)["row_labels"] == 100
-    (folder / "meta.json").write_text("{")
-    assert TokenStore.cached(folder, counted).is_complete()
-    (folder / "input_ids.npy").unlink()
-    assert TokenStore.cached(folder, counted).is_complete()
-    assert len(made) == 5
+    for number, (name, content) in enumerate((("labels.npy", "cut short"), ("meta.json", "{")), 2):
+        (folder / name).write_text(content)
+        assert TokenStore.cached(folder, counted).row(0)["row_labels"] == 100
+        assert len(made) == number
     assert sorted(file.name for file in folder.parent.iterdir()) == [".s.left-over", "s"]
 
 

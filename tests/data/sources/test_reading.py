@@ -45,16 +45,12 @@ def test_glob_reads_its_files_in_sorted_order(tmp_path: Path) -> None:
     assert rows.places.take([5, 0]).at(0) == f"{tmp_path / 'c.csv'}:3"
 
 
-def test_glob_with_two_stars_reads_subfolders(tmp_path: Path) -> None:
+def test_glob_with_two_stars_reads_subfolders_and_a_file_may_have_a_name_like_a_glob(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     write(tmp_path / "deep" / "er" / "a.txt", "inside")
-    write(tmp_path / "b.txt", "outside")
+    source = write(tmp_path / "part[1].txt", "outside")
     assert sorted(read(str(tmp_path / "**" / "*.txt")).table["text"].to_pylist()) == ["inside\n", "outside\n"]
-
-
-def test_file_with_a_glob_character_in_its_name_is_read(tmp_path: Path) -> None:
-    source = write(tmp_path / "part[1].csv", "text,label", "a,b")
-    assert read(source).table.num_rows == 1
+    assert read(source).table["text"].to_pylist() == ["outside\n"]
 
 
 def test_list_keeps_its_order_and_puts_columns_into_that_of_the_first_file(tmp_path: Path) -> None:
@@ -66,18 +62,14 @@ def test_list_keeps_its_order_and_puts_columns_into_that_of_the_first_file(tmp_p
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (
-            '{"text": "b", "lable": 1}',
-            r"b\.jsonl: has no column 'label' of .* and has the column 'lable', which .*Did you mean 'lable'",
-        ),
-        ('{"text": "b"}', r"b\.jsonl: has no column 'label' of .*a\.jsonl"),
-        ('{"text": "b", "label": 1, "id": 3}', r"b\.jsonl: has the column 'id', which .*a\.jsonl lacks"),
+        ({"text": "b", "lable": 1}, "has no column 'label' of .* and has the column 'lable', which .*Did you mean 'lable'"),
+        ({"text": "b", "label": 1, "id": 3}, r"has the column 'id', which .*a\.jsonl lacks"),
     ],
 )
-def test_other_columns_name_the_file_and_the_difference(tmp_path: Path, second: str, message: str) -> None:
+def test_other_columns_name_the_file_and_the_difference(tmp_path: Path, second: dict[str, Any], message: str) -> None:
     first = write(tmp_path / "a.jsonl", '{"text": "a", "label": 0}')
-    with pytest.raises(DataError, match=message):
-        read([first, write(tmp_path / "b.jsonl", second)])
+    with pytest.raises(DataError, match=rf"b\.jsonl: {message}"):
+        read([first, write(tmp_path / "b.jsonl", json.dumps(second))])
 
 
 def test_types_that_differ_are_joined_as_within_one_json_file(tmp_path: Path) -> None:
@@ -108,13 +100,6 @@ def test_class_names_that_differ_are_refused(tmp_path: Path) -> None:
         features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
         datasets.Dataset.from_dict({"text": ["x"], "label": [0]}, features=features).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"b\.parquet: the classes of column 'label' are \['yes', 'no'\], those of .*a\.parquet"):
-        read(str(tmp_path / "*.parquet"))
-
-
-def test_type_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pa.table({"text": ["a"], "day": ["x"]}), tmp_path / "a.parquet")
-    pyarrow.parquet.write_table(pa.table({"text": ["a"], "day": pa.array([3], pa.date32())}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet: column 'day' holds date32\[day\], that of .*a\.parquet string"):
         read(str(tmp_path / "*.parquet"))
 
 
@@ -161,7 +146,6 @@ def test_documents_without_text_are_bad_rows_with_one_limit_for_all(tmp_path: Pa
         ("none-*.csv", r"none-\*\.csv: no file matches; the folder '\.' has: a\.csv, b\.csv"),
         ("no/such/*.csv", r"no file matches; the folder 'no/such' is empty or does not exist"),
         (["a.csv", "missing.csv"], r"missing\.csv: no such file"),
-        (["a.csv", "a.csv"], r"a\.csv: is given twice, as a\.csv, a\.csv"),
         (["a.csv", "*.csv"], r"a\.csv: is given twice, as a\.csv, \*\.csv"),
         ([{"path": "a.csv", "weight": 1}, {"path": "?.csv", "weight": 1}], r"a\.csv: is given twice"),
     ],
