@@ -203,7 +203,7 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
         ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
         ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
         ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
-        ("{run}/.. in.jsonl -o out.csv", 2, "has no job.toml; give one of its runs: run"),
+        ("{folder} in.jsonl -o out.csv", 2, "has no job.toml; give one of its runs: run"),
         ("no_config in.jsonl -o out.csv", 2, "has no config.json"),
         ("no_plan in.jsonl -o out.csv", 2, "has no readable plan.json"),
         ("{run} im.jsonl -o out.csv", 4, "Did you mean 'in.jsonl'?"),
@@ -230,7 +230,7 @@ def test_bad_input_ends_with_one_message(
         (tmp_path / f"{name}.csv").write_text(text)
     for name, missing in {"unfinished": "final", "no_config": "config.json", "no_plan": "plan.json"}.items():
         shutil.copytree(classifier, name, ignore=shutil.ignore_patterns(missing))
-    assert run_command(["predict", *arguments.format(run=classifier).split()]) == code
+    assert run_command(["predict", *arguments.format(run=classifier, folder=classifier.parent).split()]) == code
     message = capsys.readouterr().err
     assert expected in " ".join(message.split())
     assert "Traceback" not in message
