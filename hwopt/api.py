@@ -17,9 +17,9 @@ from hwopt.export.launcher_environment import missing_ranks, parent_command
 from hwopt.hardware.detect import detect
 from hwopt.inference.evaluate import EvaluationReport
 from hwopt.inference.evaluate import evaluate as evaluate_run
-from hwopt.inference.options import InferenceOptions
 from hwopt.inference.predict import PredictionReport
 from hwopt.inference.predict import predict as predict_rows
+from hwopt.inference.settings import InferenceOptions
 from hwopt.memory.advice import PlanListener
 from hwopt.memory.forecast.communication import Ranks
 from hwopt.memory.forecast.sharding import Comparison, compare_schemes
@@ -36,7 +36,7 @@ from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank, rank_and_world
 from hwopt.tasks import proposal
-from hwopt.tasks.prediction import Generation
+from hwopt.tasks.predictors import Generation
 from hwopt.tasks.preview import Preview, preview_sample
 from hwopt.tasks.proposal import Proposal
 from hwopt.tasks.recognition import DataColumns, recognise
@@ -146,7 +146,7 @@ def preview(
         facts = model_facts(planned_config(merged, config), task.facts, model.label, cache / "models")
         refuse_long_samples(merged, facts, chosen, job_file)
         prepared = task.prepare(merged, config, cache, merged.training.seed, max_positions=facts.max_positions)
-    return preview_sample(task, prepared, sample)
+    return preview_sample(task.show, prepared, sample)
 
 
 def propose(data: DataColumns, inputs: Inputs | None = None) -> Proposal:
@@ -195,7 +195,7 @@ def predict(
 ) -> PredictionReport:
     """Write the rows of `source` with the predictions of the model of a run folder to `output` (csv, jsonl or parquet).
 
-    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.prediction.Generation`, for
+    `assignments`: as given to `--set`, keys of [data] only. `generation`: fields of `hwopt.tasks.predictors.Generation`, for
     tasks that generate text. `progress` gets the rows that are done, and all rows. Raises InputError, DataError, StorageError or
     DoesNotFitError.
     """

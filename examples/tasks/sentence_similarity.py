@@ -15,10 +15,10 @@ from torch.nn import functional
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import text_of
 from hwopt.errors import DataError
+from hwopt.tasks.metrics import RegressionMetrics
 from hwopt.tasks.predictors import NumberPredictor
 from hwopt.tasks.recognition import Recognised
 from hwopt.tasks.regression import Regression, is_numeric
-from hwopt.tasks.regression_metrics import RegressionMetrics
 
 
 class SentenceSimilarity(Regression):

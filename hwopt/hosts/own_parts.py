@@ -28,8 +28,8 @@ from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, shifts_labels
 from hwopt.hosts.collated import lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
-from hwopt.tasks.exactness import refuse_batch_statistics
 from hwopt.tasks.metrics import LossMetrics, over_ranks
+from hwopt.tasks.model_builder import refuse_batch_statistics
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import listing
 from hwopt.training.randomness import mix

@@ -11,7 +11,7 @@ from hwopt.data.batches.collate import StepDataset, cut_in_order
 from hwopt.data.batches.samplers import EvalSampler
 from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import read_all, read_options
-from hwopt.inference.options import InferenceOptions
+from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prepared import Prepared
 from hwopt.training.evaluation import Forward, add_batch

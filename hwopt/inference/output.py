@@ -30,16 +30,14 @@ class Writer:
         """`new`: name and type of each new column."""
         self.file: IO[bytes] = path.open("wb")
         self.new = new
-        self.started = False
+
+    @property
+    def started(self) -> bool:
         """Whether rows were written."""
+        return self.file.tell() > 0
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         """Append the rows of `table`, with the new `columns`. Only JSON has a place for `originals`."""
-        self._write(table, columns, originals)
-        self.file.flush()
-        self.started = True
-
-    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -74,11 +72,12 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
         try:
             yield writer
         except BaseException as error:
+            started = writer.started
             with suppress(OSError):
                 writer.close()
-                if not writer.started:
+                if not started:
                     staging.unlink()
-            if writer.started and isinstance(error, HwoptError):
+            if started and isinstance(error, HwoptError):
                 error.args = (f"{error}. The rows until then are in {staging}",)
             raise
         writer.close()
@@ -90,14 +89,15 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
 class CsvWriter(Writer):
     """Comma-separated UTF-8. Missing values are empty, nested ones are JSON."""
 
-    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if not self.started:
             rows.writerow([*table.column_names, *columns])
-        values = [*(values_of(table, name) for name in table.column_names), *columns.values()]
+        values = [*(column.to_pylist() for column in table.columns), *columns.values()]
         rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
         self.file.write(text.getvalue().encode())
+        self.file.flush()
 
 
 def csv_cell(value: Any) -> Any:
@@ -108,15 +108,15 @@ def csv_cell(value: Any) -> Any:
 class JsonWriter(Writer):
     """One JSON object per line, UTF-8."""
 
-    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        cells = {name: values_of(table, name) for name in table.column_names}
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+        rows = table.to_pylist()
         for name, values in originals.items():
             for number, value in values.items():
-                cells[name][number] = value
-        names, rows = [*cells, *columns], zip(*cells.values(), *columns.values(), strict=True)
-        for row in rows:
-            line = json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str)
+                rows[number][name] = value
+        for row, *new in zip(rows, *columns.values(), strict=True):
+            line = json.dumps(row | dict(zip(columns, new, strict=True)), ensure_ascii=False, default=str)
             self.file.write(f"{line}\n".encode())
+        self.file.flush()
 
 
 class ParquetWriter(Writer):
@@ -124,7 +124,7 @@ class ParquetWriter(Writer):
 
     parquet: Any = None
 
-    def _write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
+    def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         import pyarrow as pa
         import pyarrow.parquet
 
@@ -142,20 +142,6 @@ class ParquetWriter(Writer):
 
 
 WRITERS: Mapping[str, type[Writer]] = {".csv": CsvWriter, ".jsonl": JsonWriter, ".parquet": ParquetWriter}
-
-
-def values_of(table: pa.Table, name: str) -> list[Any]:
-    """The values of a column. Bytes of a text that are not UTF-8, which parquet allows, are replaced."""
-    import pyarrow as pa
-
-    column = table[name]
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        raw = column.cast(pa.large_binary()).to_pylist()
-        return [None if value is None else value.decode("utf-8", "replace") for value in raw]
 
 
 def free_names(wanted: Sequence[str], taken: Sequence[str]) -> dict[str, str]:

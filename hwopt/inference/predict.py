@@ -18,10 +18,10 @@ from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DataError, InputError
-from hwopt.inference.options import InferenceOptions
 from hwopt.inference.output import free_names, refuse_output, replacing
+from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
-from hwopt.tasks.prediction import Generation, ModelInput, Predictor
+from hwopt.tasks.predictors import Generation, ModelInput, TextPredictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
 from hwopt.training.evaluation import each_row_once
@@ -116,7 +116,7 @@ def usable_rows(rows: Rows, window: range) -> list[int]:
 
 def predict_window(
     loaded: TrainedModel,
-    predictor: Predictor,
+    predictor: TextPredictor,
     rows_a_batch: int,
     backoff: OomBackoff,
     rows: Rows,
@@ -141,7 +141,7 @@ def predict_window(
 
 
 def predict_batch(
-    loaded: TrainedModel, predictor: Predictor, batch: Sequence[ModelInput], backoff: OomBackoff
+    loaded: TrainedModel, predictor: TextPredictor, batch: Sequence[ModelInput], backoff: OomBackoff
 ) -> list[tuple[Any, ...]]:
     """The predictions of the rows of `batch`, the longest first, in smaller parts if memory runs out."""
     results: list[tuple[Any, ...]] = []

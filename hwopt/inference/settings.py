@@ -1,13 +1,16 @@
-"""What inference repeats of a run: precision, attention, batch size and labels. plan.json in the run folder has it."""
+"""What inference repeats of a run (plan.json in the run folder has it), and the options of a prediction or an evaluation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
+from hwopt.errors import InputError
+from hwopt.tasks.predictors import Generation
 from hwopt.training.run import Run
 
 KEY = "inference"
@@ -30,10 +33,6 @@ class InferenceSettings:
     labels: tuple[str, ...] | None = None
     """The name of each label number; None if labels are tokens."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON types."""
-        return asdict(self)
-
 
 def settings_of(run: Run) -> InferenceSettings:
     """The settings of a run that is built."""
@@ -50,10 +49,33 @@ def settings_of(run: Run) -> InferenceSettings:
     )
 
 
-def read_settings(folder: Path) -> InferenceSettings | None:
-    """The settings in plan.json of a run folder; None without a readable file, or from a version that did not write them."""
+def read_settings(folder: Path) -> InferenceSettings:
+    """The settings in plan.json of a run folder. Raises InputError without them."""
     try:
         found = json.loads((folder / "plan.json").read_text(encoding="utf-8"))[KEY]
         return InferenceSettings(**found | {"labels": None if found["labels"] is None else tuple(found["labels"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder}: has no readable plan.json, which `hwopt run` wrote. Give the whole run folder") from error
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    """Options of a prediction or an evaluation."""
+
+    assignments: Sequence[str] = ()
+    """"data.KEY=VALUE": changes of how the job reads its data."""
+    batch_size: int | None = None
+    """None: that of the run's evaluation."""
+    generation: Generation | None = None
+    """For tasks that generate text; None: the defaults."""
+    overwrite: bool = False
+    """Replace an output file that exists."""
+    warn: Callable[[str], None] = lambda message: None
+    """Gets messages for the user."""
+    progress: Callable[[int, int], None] = lambda done, rows: None
+    """Gets the rows that are done, and all rows."""
+
+    def backoff(self) -> OomBackoff:
+        """What makes batches smaller that do not fit into the device's memory."""
+        advice = "Shorten the longest texts, or free memory that other processes use"
+        return OomBackoff("Inference", "--batch-size", self.warn, quiet_steps_needed=QUIET_BATCHES, advice=advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hwopt.system import garbage
 from hwopt.system.paths import path_kind
 from hwopt.tasks.base import Task
 from hwopt.tasks.model_builder import with_head
-from hwopt.tasks.prediction import Trained
+from hwopt.tasks.prepared import Trained
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line, listing, nearest
 
@@ -45,7 +45,7 @@ class RunModel:
     folder: Path
     """The folder of the model, usually `final/`."""
     job: Job
-    settings: InferenceSettings | None
+    settings: InferenceSettings
 
     @property
     def is_adapter(self) -> bool:
@@ -68,10 +68,8 @@ class TrainedModel:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Context of every forward pass: no gradients, and the run's precision."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            if self.settings.dtype is not None:
-                stack.enter_context(torch.autocast(self.device.type, DTYPES[self.settings.dtype]))
+        dtype = DTYPES.get(self.settings.dtype or "")
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             yield
 
 
@@ -125,7 +123,7 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
             config = with_head(config, task, settings.labels)
         tokenizer = task.load_processing(str(folder))
         facts = model_facts(config, task.facts, base, cache / "models")
-        model = load_model(found, base, config, weights_dtype(found, settings, hardware), settings.attention)
+        model = load_model(found, base, config, weights_dtype(found, settings, config, hardware), settings.attention)
     except InputError as error:
         raise InputError(str(error).removeprefix("model.name: ")) from error
     labels = settings.labels or tuple(name for _, name in sorted((getattr(config, "id2label", None) or {}).items()))
@@ -142,10 +140,8 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
     return TrainedModel(task, trained, model, device, settings, notes)
 
 
-def usable_settings(saved: InferenceSettings | None, hardware: Hardware) -> tuple[InferenceSettings, tuple[str, ...]]:
+def usable_settings(saved: InferenceSettings, hardware: Hardware) -> tuple[InferenceSettings, tuple[str, ...]]:
     """(the settings of the run, as far as this machine supports them; notes about what differs)."""
-    if saved is None:
-        return InferenceSettings(), ("plan.json has no inference settings: computing in the dtype of the weights",)
     notes = []
     if saved.dtype is not None and not (capability := hardware.can(saved.dtype)):
         notes.append(f"the run computed in {saved.dtype}, this machine computes in fp32: {capability.reason}")
@@ -156,18 +152,14 @@ def usable_settings(saved: InferenceSettings | None, hardware: Hardware) -> tupl
     return saved, tuple(notes)
 
 
-def weights_dtype(found: RunModel, settings: InferenceSettings, hardware: Hardware) -> Any:
+def weights_dtype(found: RunModel, settings: InferenceSettings, config: Any, hardware: Hardware) -> Any:
     """The dtype to load weights in: that of the file, or fp32 if the machine does not support it.
 
     The base of an adapter is not trained: it is loaded in the precision of the products, which takes less memory.
     """
     if found.is_adapter and settings.dtype is not None:
         return DTYPES[settings.dtype]
-    try:
-        saved = json.loads((found.folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    except (OSError, ValueError, AttributeError):
-        saved = None
-    half = HALF.get(str(saved))
+    half = HALF.get(str(config.dtype).removeprefix("torch."))
     return "auto" if half is None or hardware.can(half) else torch.float32
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,7 +65,7 @@ class Journal(JournalFiles):
             add_process(run)
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
-        write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: settings_of(run).to_dict()})
+        write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: asdict(settings_of(run))})
         if run.prepared.bad_rows:
             write_json(folder / "left_out.json", run.prepared.bad_rows)
         write_status(folder, None, "running")

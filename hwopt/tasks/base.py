@@ -1,9 +1,6 @@
-"""Tasks: what a sample, a loss and a metric are.
+"""Tasks: what a sample, a loss and a metric are. The training loop uses only the interface of `Task`.
 
-A task tokenises the job's data into token stores and loads the model with a matching head. The
-training loop uses only the interface of `Task`. `Task.prepare` is the same for all tasks; a
-subclass says how rows become samples (`samples`) and samples a store (`store`), and what the loss
-and the metrics are.
+`Task.prepare` is the same for all tasks: a subclass says how rows become samples (`samples`), and samples a store (`store`).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job, TaskOptions
 from hwopt.data.sources.rows import Rows
@@ -26,12 +23,11 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import is_decoder
 from hwopt.tasks.model_builder import ModelBuilder
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
-from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.predictors import Generation, TextPredictor
 from hwopt.tasks.preparation import make_prepared, read_sources
-from hwopt.tasks.prepared import ChatTokens, Prepared
+from hwopt.tasks.prepared import ChatTokens, Named, Prepared, Samples, Trained
+from hwopt.tasks.preview import Shown, spans_of
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Named, Samples
-from hwopt.tasks.spans import Shown, spans_of
 from hwopt.text import listing, nearest
 
 if TYPE_CHECKING:
@@ -41,23 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hwopt.data.batches.collate import Collate
-
-
-LossFunction = Callable[[Any, "torch.Tensor"], "tuple[torch.Tensor, int | torch.Tensor]"]
-"""(outputs, targets) -> (summed loss, count)."""
-
-
-class Metrics(Protocol):
-    """Metrics of one evaluation: sums on the device, over all micro-batches and ranks."""
-
-    def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
-        """Add a micro-batch: the model's outputs, the targets, and the result of `Task.loss`. Must not wait for the device."""
-
-    def compute(self) -> dict[str, float]:
-        """The value of each metric, by name without "eval_". Called on all ranks; copies to the host once."""
-
-    def details(self) -> dict[str, Any]:
-        """Results that are not one number, as JSON types, by name; {} if there are none. Called on all ranks."""
+    from hwopt.tasks.metrics import LossMetrics
 
 
 class Task(ModelBuilder):
@@ -72,6 +52,8 @@ class Task(ModelBuilder):
     """Metric name -> whether a greater value is better."""
     pipeline_tag: ClassVar[str]
     """The pipeline of transformers, and of the hub, for such a model."""
+    several_labels: ClassVar[bool] = False
+    """Whether the label of a sample is an array, float32 (labels,), instead of the number of a class."""
     generates: ClassVar[bool] = False
     """Whether a prediction is generated text."""
     models: ClassVar[ModelFamily] = ENCODER_FAMILY
@@ -110,9 +92,8 @@ class Task(ModelBuilder):
     def prepare(self, job: Job, config: PretrainedConfig, cache: Path, seed: int, max_positions: int | None = None) -> Prepared:
         """Read, check and tokenise the job's data, or load it from `cache`.
 
-        `max_positions` is the model's longest input in tokens (see ModelFacts), None for no limit.
-        `seed` determines the split by data.eval_fraction. Raises DataError for problems of the
-        data, InputError for problems of the job.
+        `max_positions`: the model's longest input in tokens (see ModelFacts), None for no limit. `seed`: of the split by
+        data.eval_fraction. Raises DataError for problems of the data, InputError for problems of the job.
         """
         LengthLimit(job.data.max_length, max_positions)  # refuses a limit above the model's
         sources = read_sources(job)
@@ -190,7 +171,9 @@ class Task(ModelBuilder):
         """
         raise NotImplementedError
 
-    def training_loss(self, prepared: Prepared, device: torch.device | str) -> LossFunction:
+    def training_loss(
+        self, prepared: Prepared, device: torch.device | str
+    ) -> Callable[..., tuple[torch.Tensor, int | torch.Tensor]]:
         """The loss that is trained: `loss`, with the class weights and the label smoothing of the job if it has them.
 
         An evaluation computes `loss` alone.
@@ -204,7 +187,7 @@ class Task(ModelBuilder):
             options["weight"] = torch.tensor(prepared.class_weights, device=device)
         return partial(self.loss, **options) if options else self.loss
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         """Empty metrics for one evaluation."""
         raise NotImplementedError
 
@@ -215,7 +198,7 @@ class Task(ModelBuilder):
         """
         raise NotImplementedError
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         """What predicts rows with `model`."""
         raise NotImplementedError
 
@@ -252,7 +235,8 @@ class Task(ModelBuilder):
         if len(job.data.text) == 2 and uses_token_types(config):
             sample["token_type_ids"] = np.zeros(length, np.int64)
         if self.facts.target == "sample":
-            sample["row_labels"] = np.zeros((), np.int64)
+            several = self.several_labels
+            sample["row_labels"] = np.zeros(config.num_labels, np.float32) if several else np.zeros((), np.int64)
         else:
             sample["labels"] = np.zeros(length, np.int64)
         return sample

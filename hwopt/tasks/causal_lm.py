@@ -13,38 +13,33 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
-from hwopt.data.sources.columns import (
-    LONG_TEXT,
-    PROMPTS,
-    holds_messages,
-    mean_length,
-    preferences,
-    prompt_columns,
-    text_of,
-)
+from hwopt.data.sources.columns import LONG_TEXT, PROMPTS, holds_messages, mean_length, preferences, prompt_columns, text_of
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
-from hwopt.data.tokenizer import Encoded, LengthLimit
+from hwopt.data.tokenizer import LengthLimit
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics, Task
+from hwopt.tasks.base import Task
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
 from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, encode_texts, token_loss
-from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.preparation import token_store
-from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared
+from hwopt.tasks.predictors import Generation, TextGenerator, TextPredictor
+from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared, Samples, Trained
+from hwopt.tasks.preview import Shown, spans_of
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Samples
-from hwopt.tasks.spans import Shown, spans_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import torch
     from numpy.typing import NDArray
 
+    from hwopt.tasks.metrics import LossMetrics
+
 COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
 """What names the columns of a file, for a message about a file without them."""
 
+KEYS = ("prompt", "completion", "messages", "blocks", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
+"""Keys of [data] that only this and some other tasks read."""
 BLOCK = 1_024
 """Tokens per block of plain text, unless the job or the model has a smaller limit."""
 
@@ -63,13 +58,7 @@ class CausalLM(Task):
         target="next_token",
         decoder=True,
         adapter="CAUSAL_LM",
-        keys=frozenset(
-            f"data.{key}"
-            for key in (
-                *("prompt", "completion", "messages", "blocks"),
-                *("chat_template", "eos_token", "assistant_turns", "sample_prompts"),
-            )
-        ),
+        keys=frozenset(f"data.{key}" for key in KEYS),
     )
     default_metric: ClassVar[str] = "eval_loss"
     metric_directions: ClassVar[dict[str, bool]] = {"loss": False, "perplexity": False}
@@ -79,7 +68,6 @@ class CausalLM(Task):
 
     @classmethod
     def check_job(cls, job: Job) -> None:
-        """Refuse two text columns."""
         if len(job.data.text) > 1:
             raise ValueError("data.text: causal-lm takes one column, or data.prompt and data.completion")
 
@@ -131,7 +119,6 @@ class CausalLM(Task):
         return replace(samples, columns=[[text[:at]]]), replace(samples, columns=[[text[at:]]])
 
     def plain_texts(self, samples: Samples) -> list[str]:
-        """The texts, or the contents of all messages."""
         if not is_chat(samples):
             return super().plain_texts(samples)
         return [str(message["content"]) for conversation in samples.columns[0] for message in conversation.messages]
@@ -148,33 +135,31 @@ class CausalLM(Task):
         return ChatTokens(new, () if end is None else (end,))
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
-        """The token store of `samples`. `seed` has no effect.
+        """Texts: a row and the end-of-text token. Blocks: documents, joined by the end-of-text token and cut.
 
-        Texts: one sample per row, with the end-of-text token. Blocks: documents are joined by the
-        end-of-text token and cut into blocks; every token except the first is predicted exactly once.
-        Prompts: one sample per row; only the completion and the end-of-text token are predicted.
-        Conversations: one sample per row, written by the chat template; only the tokens of the
-        assistant are predicted.
+        Prompts: only the completion and the end-of-text token are predicted. Conversations: only the tokens of the assistant.
         """
-        texts, tokenizer, limit = samples.columns, trained.tokenizer, trained.limit
+        texts, tokenizer, limit, places = samples.columns, trained.tokenizer, trained.limit, samples.places
+        blocks = trained.job.data.blocks
+        settings: list[Any]
+        content: list[list[Any]] = texts
+        encode: Callable[[], Encoding]
         if is_chat(samples):
             template = template_of(trained)
-            written = template.replaced or tokenizer.chat_template
-            settings = [self.facts.kind, "conversations", limit.max_length, template.turns, written]
-            keys = [conversation.key for conversation in texts[0]]
-            return _token_store(samples, trained, cache, settings, [keys], partial(encode_chat, samples, template, limit), {})
-        if len(texts) == 2:
-            settings = [self.facts.kind, "prompts", limit.max_length]
-            encode = partial(encode_prompts, texts, tokenizer, limit, samples.places)
-            return _token_store(samples, trained, cache, settings, texts, encode, {})
-        blocks = trained.job.data.blocks
-        if not (samples.documents if blocks is None else blocks):
-            settings = [self.facts.kind, "texts", limit.max_length]
-            encode = partial(encode_texts, texts[0], tokenizer, limit, samples.places)
-            return _token_store(samples, trained, cache, settings, texts, encode, {})
-        block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
-        encode = partial(encode_blocks, texts[0], tokenizer, block, samples.places.source)
-        return _token_store(samples, trained, cache, [self.facts.kind, "blocks", block], texts, encode, {"max_length": block})
+            settings = ["conversations", limit.max_length, template.turns, template.replaced or tokenizer.chat_template]
+            content = [[conversation.key for conversation in texts[0]]]
+            encode = partial(encode_chat, samples, template, limit)
+        elif len(texts) == 2:
+            settings = ["prompts", limit.max_length]
+            encode = partial(encode_prompts, texts, tokenizer, limit, places)
+        elif samples.documents if blocks is None else blocks:
+            block = min(limit.max_length or BLOCK, limit.max_positions or BLOCK)
+            settings = ["blocks", block]
+            encode = partial(encode_blocks, texts[0], tokenizer, block, places.source)
+        else:
+            settings = ["texts", limit.max_length]
+            encode = partial(encode_texts, texts[0], tokenizer, limit, places)
+        return token_store(TokenStore, samples, trained, cache, [self.kind, *settings], content, encode)
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """How the answers of conversations are found and end, and which tokens are new."""
@@ -216,10 +201,7 @@ class CausalLM(Task):
         (prompts,) = text_columns(rows, names, key)
         return prompts
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Generates the text after the prompt."""
-        from hwopt.tasks.predictors import TextGenerator
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return TextGenerator(trained, model, generation)
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
@@ -234,8 +216,7 @@ class CausalLM(Task):
         """(cross-entropy summed over the labels that are not -100, their number); targets (batch, length), already shifted."""
         return token_loss(outputs, targets, smoothing=smoothing)
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss (nats per token) and perplexity."""
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
@@ -248,8 +229,8 @@ def template_of(trained: Trained) -> ChatTemplate:
     return ChatTemplate(trained.tokenizer, trained.job.data.assistant_turns)
 
 
-def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store beside the inputs, tokens) of conversations."""
+def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> Encoding:
+    """The arrays of conversations."""
     found = SampleArrays(samples.places, limit)
     for sample, conversation in enumerate(samples.columns[0]):
         try:
@@ -258,20 +239,5 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
             found.skipped[sample] = str(error)
             continue
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
-        found.add(sample, tokens[:-1], labels, "no answer after truncation")
-    return found.arrays()
-
-
-def _token_store(
-    samples: Samples,
-    trained: Trained,
-    cache: Path,
-    settings: list[Any],
-    content: list[list[Any]],
-    encode: Callable[[], tuple[dict[str, Any], Encoded]],
-    meta: dict[str, Any],
-) -> TokenStore:
-    """The store of tokens that are predicted from the ones before."""
-    return token_store(
-        TokenStore, samples, trained, cache, settings, content, lambda: (*encode(), {"labels_per_token": True, **meta})
-    )
+        found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
+    return found.encoding()

@@ -1,9 +1,10 @@
-"""Classification: a task in which each sample has one class. What text and image classification share."""
+"""Classes: names as labels, one or several for each sample or word. What the tasks of classification share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
@@ -11,29 +12,76 @@ from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics
-from hwopt.tasks.classes import Classes
-from hwopt.tasks.labelled_texts import label_config
-from hwopt.tasks.labels import class_names, label_order, one_label_column, read_labels, similar_labels
-from hwopt.tasks.prepared import Prepared
-from hwopt.tasks.samples import Named, Samples
-from hwopt.text import listing, truncate
+from hwopt.tasks.base import Task
+from hwopt.tasks.labels import class_names, imbalance, label_order, label_weights, one_label_column, read_labels, similar_labels
+from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
+from hwopt.text import listing, nearest, truncate
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
+    from hwopt.tasks.metrics import LossMetrics
+
+
+class Classes(Task):
+    """Unknown labels, missing labels, the head's names, and class weights."""
+
+    noun: ClassVar[str] = "label"
+    """What a message calls a name."""
+    absent: ClassVar[str] = "sample of"
+    """What the evaluation data lacks of a label, for a message."""
+
+    def names_in(self, label: Any) -> Sequence[str]:
+        """The names in the label of a sample."""
+        names: Sequence[str] = label
+        return names
+
+    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+        known, numbers, usable = set(names), samples.places.numbers, []
+        for sample, label in enumerate(samples.labels):
+            new = next((name for name in self.names_in(label) if name not in known), None)
+            if new is None:
+                usable.append(sample)
+                continue
+            samples.bad_rows.add(
+                numbers[sample],
+                f"has a {self.noun} that is not in the training data: {truncate(new)}.{nearest(new, names)} "
+                f"Known {self.noun}s: {listing(names)}",
+            )
+        samples.bad_rows.check([numbers[sample] for sample in usable])
+        return samples.take(usable)
+
+    def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
+        found = super().notes(parts, trained, prepared)
+        if "eval" in parts:
+            present = {name for label in parts["eval"].labels for name in self.names_in(label)}
+            absent = [truncate(name) for name in trained.label_names if name not in present]
+            found[:0] = [f"the evaluation data has no {self.absent} {listing(absent)}"] if absent else []
+        return found
+
+    def with_class_weights(self, prepared: Prepared, job: Job) -> Prepared:
+        labels, names = prepared.train.array("labels"), prepared.label_names or ()
+        if job.task.class_weights is None:
+            if labels.ndim == 1 and not prepared.train.meta["labels_per_token"]:
+                prepared.warnings.extend(imbalance(names, labels))
+            return prepared
+        weights = label_weights(job.task.class_weights, names, labels[labels != IGNORED])
+        shown = [f"{truncate(name)} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+        prepared.notes.append(f"class weights: {listing(shown)}")
+        return replace(prepared, class_weights=weights)
+
 
 class Classification(Classes):
     """Predict the class of each sample."""
 
+    problem_type = "single_label_classification"
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = {"f1": True, "f1_binary": True, "accuracy": True, "loss": False}
 
     @classmethod
     def check_job(cls, job: Job) -> None:
-        """Refuse several label columns."""
         one_label_column(job)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
@@ -67,17 +115,11 @@ class Classification(Classes):
         return np.array([numbers[label] for label in labels], np.int64)
 
     def names_in(self, label: Any) -> Sequence[str]:
-        """The one class."""
         return (label,)
 
     def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
-        """(training, evaluation) samples with about the same share of each class."""
         kept, held = split_by_label(samples.labels, fraction, seed, samples.places.source)
         return samples.take(kept.tolist()), samples.take(held.tolist())
-
-    def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """The label names, and the kind of classification."""
-        return label_config(prepared) | {"problem_type": "single_label_classification"}
 
     def loss(
         self, outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
@@ -89,12 +131,10 @@ class Classification(Classes):
         summed = functional.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=smoothing)
         return summed, targets.numel() if weight is None else weight[targets].sum()
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss, accuracy, f1 (macro), and for two labels f1_binary (for label 1)."""
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import ClassMetrics
 
-        names = prepared.label_names or ()
-        return ClassMetrics(len(names), device, names)
+        return ClassMetrics(prepared.label_names or (), device)
 
 
 def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Sequence[int]) -> None:

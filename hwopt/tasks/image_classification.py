@@ -17,12 +17,11 @@ from hwopt.data.stores.images import ImageTransform, channels_of, load_processor
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.model_families import IMAGE_FAMILY, ModelFamily
-from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.predictors import Generation, ImagePredictor, TextPredictor
 from hwopt.tasks.preparation import report_left_out
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.prepared import Prepared, Samples, Trained
+from hwopt.tasks.preview import Shown, Span
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Samples
-from hwopt.tasks.spans import Shown, Span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +64,6 @@ class ImageClassification(Classification):
         return Recognised({"image": image, "label": label}, (), why, rank=4)
 
     def samples(self, rows: Rows, job: Job) -> Samples:
-        """The rows that have an image and a label."""
         images = read_images(rows, image_name(rows, job))
         return Samples.of(rows, [images], self.read_labels(rows, job))
 
@@ -89,14 +87,10 @@ class ImageClassification(Classification):
         """The file of each image, or its bytes."""
         return [content if isinstance(content, bytes) else Path(content) for content in read_images(rows, image_name(rows, job))]
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Predicts the most probable label."""
-        from hwopt.tasks.predictors import ImagePredictor
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return ImagePredictor(trained, model)
 
     def collate(self) -> type[Collate]:
-        """Images are stacked."""
         from hwopt.data.batches.collate import ImageCollate
 
         return ImageCollate
@@ -108,11 +102,9 @@ class ImageClassification(Classification):
         """Do nothing: an image has no vocabulary."""
 
     def load_processing(self, folder: str) -> Any:
-        """The image processor in the folder of a trained model."""
         return load_processor(folder, key=folder)
 
     def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
-        """A black image of the model's size."""
         import numpy as np
 
         self._shape = self._shape or transform_for(job, config).shape

@@ -10,12 +10,10 @@ from hwopt.config.job import Job
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore
-from hwopt.data.tokenizer import Encoded, encode
+from hwopt.data.tokenizer import encode
 from hwopt.tasks.base import Task
-from hwopt.tasks.prediction import Trained
-from hwopt.tasks.preparation import token_store
-from hwopt.tasks.prepared import Prepared
-from hwopt.tasks.samples import Samples
+from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -34,32 +32,25 @@ class LabelledTexts(Task):
         raise NotImplementedError
 
     def samples(self, rows: Rows, job: Job) -> Samples:
-        """The rows that have a text and a label."""
         texts = text_columns(rows, job.data.text)
         return Samples.of(rows, texts, self.read_labels(rows, job))
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
-        """A tuple of texts for each row."""
         return list(zip(*text_columns(rows, job.data.text), strict=True))
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
-        """The token store of `samples`. `seed` has no effect."""
         import numpy as np
 
         labels, names = samples.labels, trained.label_names
 
-        def make() -> tuple[dict[str, Any], Encoded, dict[str, Any]]:
+        def encoded() -> Encoding:
             found = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types)
             made = self.label_array([label for sample, label in enumerate(labels) if sample not in found.skipped], names)
             types = {} if found.types is None else {"token_type_ids": found.types}
-            return (
-                {"labels": made, "counts": np.full(len(made), made[0].size, np.int32), **types},
-                found,
-                {"labels_per_token": False},
-            )
+            return {"labels": made, "counts": np.full(len(made), made[0].size, np.int32), **types}, found, {}
 
         settings = [self.kind, trained.two_types, trained.limit.max_length, len(samples.columns)]
-        return token_store(TokenStore, samples, trained, cache, settings, [list(names), *samples.columns, labels], make)
+        return token_store(TokenStore, samples, trained, cache, settings, [list(names), *samples.columns, labels], encoded)
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """A line for each part with texts that the training data has too, with their number and an example."""
@@ -76,13 +67,3 @@ class LabelledTexts(Task):
                     f"{truncate(shared[0][0])}: metrics on them do not show how the model does on new texts"
                 )
         return found
-
-    def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """The names of the labels."""
-        return label_config(prepared)
-
-
-def label_config(prepared: Prepared) -> dict[str, Any]:
-    """The names of the labels, as keys of the model's config."""
-    names = prepared.label_names or ()
-    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 LOSS, COUNT = 0, 1
@@ -23,21 +23,24 @@ MAX_MATRIX_LABELS = 200
 
 
 class LossMetrics:
-    """The mean loss, in nats per label."""
+    """The mean loss, in nats per label. Base of all metrics: sums on the device, over all micro-batches and ranks."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
         self._part = torch.zeros_like(self._sums)
 
     def update(self, outputs: Any, targets: torch.Tensor, summed_loss: torch.Tensor, count: int | torch.Tensor) -> None:
-        """Add a micro-batch, in one operation: if memory runs out before it, the micro-batch can be evaluated again."""
+        """Add a micro-batch: the model's outputs, the targets, and the result of `Task.loss`. Must not wait for the device.
+
+        Adds in one operation: if memory runs out before it, the micro-batch can be evaluated again.
+        """
         self._part.zero_()
         self._part[LOSS] += summed_loss.detach()
         self._part[COUNT] += count
         self._sums += self._part
 
     def compute(self) -> dict[str, float]:
-        """The values by name; nan if nothing was evaluated. Called on all ranks."""
+        """The values by name without "eval_"; nan if nothing was evaluated. Called on all ranks; copies to the host once."""
         loss, count = (sum(values) for values in zip(*over_ranks(self._sums.tolist()), strict=True))
         return {"loss": loss / count if count else math.nan}
 
@@ -80,8 +83,6 @@ class GatheredMetrics(LossMetrics):
 
     def gathered(self) -> NDArray[np.generic]:
         """The values of all micro-batches of all ranks, in the order of the ranks: (rows, values). Called on all ranks."""
-        import numpy as np
-
         return np.concatenate(over_ranks(torch.cat(self._columns, dim=1).cpu().numpy()), axis=1)
 
 
@@ -89,7 +90,6 @@ class TokenMetrics(LossMetrics):
     """loss and perplexity."""
 
     def compute(self) -> dict[str, float]:
-        """The values by name."""
         return with_perplexity(super().compute())
 
 
@@ -113,11 +113,10 @@ class ClassMetrics(GatheredMetrics):
     `details` has the metrics of each class, and the confusion matrix of up to MAX_MATRIX_LABELS labels.
     """
 
-    def __init__(self, labels: int, device: torch.device | str, names: Sequence[str] | None = None) -> None:
-        """`names`: the name of each label in `details`; default: its number."""
+    def __init__(self, names: Sequence[str], device: torch.device | str) -> None:
+        """`names`: the name of each label number."""
         super().__init__(device)
-        self.labels = labels
-        self.names = [str(number) for number in range(labels)] if names is None else list(names)
+        self.names = list(names)
 
     def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return torch.stack([outputs.logits.argmax(-1), targets])  # (2, batch)
@@ -128,10 +127,10 @@ class ClassMetrics(GatheredMetrics):
         predicted, actual = self.gathered()
         values = super().compute()
         if not len(actual):
-            return values | dict.fromkeys(("accuracy", "f1", *(["f1_binary"] if self.labels == 2 else [])), math.nan)
+            return values | dict.fromkeys(("accuracy", "f1", *(["f1_binary"] if len(self.names) == 2 else [])), math.nan)
         values["accuracy"] = float(accuracy_score(actual, predicted))
         values["f1"] = float(f1_score(actual, predicted, average="macro", zero_division=0))
-        if self.labels == 2:
+        if len(self.names) == 2:
             values["f1_binary"] = float(f1_score(actual, predicted, labels=[1], average="macro", zero_division=0))
         return values
 
@@ -142,9 +141,9 @@ class ClassMetrics(GatheredMetrics):
         predicted, actual = self.gathered()
         if not len(actual):
             return {}
-        found: dict[str, Any] = {"classes": class_rows(self.names, actual, predicted, range(self.labels))}
-        if self.labels <= MAX_MATRIX_LABELS:
-            counts = confusion_matrix(actual, predicted, labels=range(self.labels)).tolist()
+        found: dict[str, Any] = {"classes": class_rows(self.names, actual, predicted, range(len(self.names)))}
+        if len(self.names) <= MAX_MATRIX_LABELS:
+            counts = confusion_matrix(actual, predicted, labels=range(len(self.names))).tolist()
             found["confusion_matrix"] = {"labels": self.names, "rows": counts}
         return found
 
@@ -184,7 +183,6 @@ class LabelSetMetrics(GatheredMetrics):
         return values | {"exact_match": float(accuracy_score(actual, predicted))}
 
     def details(self) -> dict[str, Any]:
-        """classes: label, precision, recall, f1, support of each."""
         predicted, actual = self._samples()
         return {"classes": class_rows(self.names, actual, predicted, self.numbers)} if len(actual) else {}
 
@@ -196,3 +194,62 @@ def class_rows(names: Sequence[str], actual: Any, predicted: Any, numbers: Seque
     each = precision_recall_fscore_support(actual, predicted, labels=numbers, zero_division=0)
     keys = ("label", "precision", "recall", "f1", "support")
     return [dict(zip(keys, row, strict=True)) for row in zip(names, *(column.tolist() for column in each), strict=True)]
+
+
+REGRESSION_METRICS = ("mse", "mae", "r2", "pearson", "spearman")
+
+
+class RegressionMetrics(GatheredMetrics):
+    """loss, mse, mae, r2, pearson and spearman; with several targets the mean over them.
+
+    A value that is not defined, such as the correlation of a constant, is nan. `details` has the metrics of each target.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, device: torch.device | str, names: Sequence[str]) -> None:
+        super().__init__(device)
+        self.names = names
+
+    def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([outputs.logits.detach().float(), targets.float()]).flatten(1)  # (2, batch x targets)
+
+    def compute(self) -> dict[str, float]:
+        targets = self._of_targets()
+        values = {name: float(np.mean([each[name] for each in targets])) for name in REGRESSION_METRICS}
+        return super().compute() | values
+
+    def details(self) -> dict[str, Any]:
+        """targets: the metrics of each target, if there are several. Called on all ranks."""
+        if len(self.names) < 2:
+            return {}
+        pairs = zip(self.names, self._of_targets(), strict=True)
+        return {"targets": [{"target": name, **{key: finite(value) for key, value in each.items()}} for name, each in pairs]}
+
+    def _of_targets(self) -> list[dict[str, float]]:
+        """The metrics of each target."""
+        found = self.gathered().astype(np.float64).reshape(2, -1, len(self.names))
+        return [metrics_of(found[0, :, target], found[1, :, target]) for target in range(len(self.names))]
+
+
+def finite(value: float) -> float | None:
+    """`value`; None instead of nan, which JSON lacks."""
+    return value if math.isfinite(value) else None
+
+
+def metrics_of(predictions: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
+    """The metrics of one target. All are nan without samples and for predictions that are not finite."""
+    from scipy import stats
+    from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+
+    found = dict.fromkeys(REGRESSION_METRICS, math.nan)
+    if len(targets) == 0 or not np.isfinite(predictions).all():
+        return found
+    found["mse"] = float(mean_squared_error(targets, predictions))
+    found["mae"] = float(mean_absolute_error(targets, predictions))
+    if np.ptp(targets) > 0:
+        found["r2"] = float(r2_score(targets, predictions))
+        if np.ptp(predictions) > 0:
+            found["pearson"] = float(stats.pearsonr(predictions, targets).statistic)
+            found["spearman"] = float(stats.spearmanr(predictions, targets).statistic)
+    return found

@@ -12,7 +12,6 @@ from hwopt.data.tokenizer import check_vocabulary
 from hwopt.data.tokenizer_training import drop_special_tokens, job_vocab_size
 from hwopt.errors import InputError
 from hwopt.model.weights import load_weights
-from hwopt.tasks.exactness import refuse_batch_statistics
 from hwopt.tasks.prepared import Prepared
 from hwopt.text import truncate
 
@@ -25,10 +24,16 @@ class ModelBuilder:
     """The part of a task that makes its model."""
 
     facts: ClassVar[TaskFacts]
+    problem_type: ClassVar[str | None] = None
+    """Of the head, in the words of transformers."""
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """Keys of the model's config that set up the head."""
-        return {}
+        """Keys of the model's config that set up the head: the names of the labels, and the problem type."""
+        kind = {} if self.problem_type is None else {"problem_type": self.problem_type}
+        names = prepared.label_names
+        if names is None:
+            return kind
+        return kind | {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
     def load_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> torch.nn.Module:
         """The model with trained weights, or with random weights from torch's generator, which the caller seeds.
@@ -147,3 +152,15 @@ def set_in_configs(config: PretrainedConfig, **values: Any) -> None:
     for part in (config, config.get_text_config()):
         for key, value in values.items():
             setattr(part, key, value)
+
+
+def refuse_batch_statistics(model: torch.nn.Module) -> None:
+    """Raise InputError for a model with batch normalisation: splitting a step batch would change the training."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise InputError(
+                f"model: {name} is a {type(module).__name__}, whose statistics depend on the split into micro-batches. "
+                "Choose a model without batch normalisation"
+            )

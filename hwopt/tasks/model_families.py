@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,6 @@ class ModelFamily:
     """Returns (name of a model of the hub, why it suits the data and the device)."""
     max_length: int = 512
     """The greatest maximum length that is proposed, in tokens."""
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model of the hub."""
-
-    name: str
-    parameters: float
 
 
 def is_small(hardware: Hardware) -> bool:
@@ -67,30 +59,26 @@ def choose_encoder_decoder(data: DataColumns, hardware: Hardware) -> tuple[str, 
     return largest_fitting(FLAN, hardware)
 
 
-def largest_fitting(candidates: Sequence[HubModel], hardware: Hardware) -> tuple[str, str]:
+def largest_fitting(candidates: Mapping[str, float], hardware: Hardware) -> tuple[str, str]:
     """(name, why) of the largest of the models that the device can train in full; of the smallest for a CPU."""
     room = STATE_FRACTION * hardware.memory_gib * 2**30
-    fitting = [each for each in candidates if each.parameters * BYTES_A_PARAMETER <= room] or candidates[:1]
-    best = candidates[0] if hardware.device_type == "cpu" else fitting[-1]
-    return best.name, f"{best.parameters / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
+    fitting = [name for name, parameters in candidates.items() if parameters * BYTES_A_PARAMETER <= room]
+    best = next(iter(candidates)) if hardware.device_type == "cpu" or not fitting else fitting[-1]
+    return best, f"{candidates[best] / 1e6:,.0f} M parameters, which {hardware.memory_gib:g} GiB can train in full"
 
 
-CAUSAL = (
-    HubModel("HuggingFaceTB/SmolLM2-135M", 135e6),
-    HubModel("HuggingFaceTB/SmolLM2-360M", 362e6),
-    HubModel("Qwen/Qwen2.5-0.5B", 494e6),
-    HubModel("Qwen/Qwen2.5-1.5B", 1.54e9),
-)
-"""Base models with an Apache 2.0 license, by size; each has a sibling "-Instruct" with a chat template."""
+CAUSAL = {
+    "HuggingFaceTB/SmolLM2-135M": 135e6,
+    "HuggingFaceTB/SmolLM2-360M": 362e6,
+    "Qwen/Qwen2.5-0.5B": 494e6,
+    "Qwen/Qwen2.5-1.5B": 1.54e9,
+}
+"""Base models with an Apache 2.0 license -> parameters, by size; each has a sibling "-Instruct" with a chat template."""
 SMALL_ENCODERS = {True: "distilbert/distilbert-base-uncased", False: "distilbert/distilbert-base-multilingual-cased"}
 ENCODERS = {True: "google-bert/bert-base-uncased", False: "FacebookAI/xlm-roberta-base"}
 """Whether the texts are English -> encoder."""
-FLAN = (
-    HubModel("google/flan-t5-small", 77e6),
-    HubModel("google/flan-t5-base", 248e6),
-    HubModel("google/flan-t5-large", 783e6),
-)
-"""Encoder-decoders with an Apache 2.0 license, by size."""
+FLAN = {"google/flan-t5-small": 77e6, "google/flan-t5-base": 248e6, "google/flan-t5-large": 783e6}
+"""Encoder-decoders with an Apache 2.0 license -> parameters, by size."""
 IMAGE_MODELS = {True: "facebook/deit-tiny-patch16-224", False: "google/vit-base-patch16-224-in21k"}
 """Whether the device is small -> image model."""
 ENCODER_FAMILY = ModelFamily({"model_type": "bert", **SMALL, "max_position_embeddings": 512}, choose_encoder)

@@ -11,15 +11,12 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import text_of
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics
-from hwopt.tasks.classes import Classes
-from hwopt.tasks.label_sets import DELIMITERS, is_flag, is_list_of_labels, read_flags, read_sets
+from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import class_names, label_order
-from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.labels import DELIMITERS, class_names, is_flag, is_list_of_labels, label_order, read_flags, read_sets
+from hwopt.tasks.predictors import Generation, LabelSetPredictor, TextPredictor
+from hwopt.tasks.prepared import Named, Prepared, Samples, Trained
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Named, Samples
 from hwopt.text import listing
 
 if TYPE_CHECKING:
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
+
+    from hwopt.tasks.metrics import LossMetrics
 
 SETS = ("labels", "label", "tags", "topics", "categories", "genres", "emotions", "classes")
 """Names of columns with several labels a row."""
@@ -38,6 +37,8 @@ class MultiLabel(Classes, LabelledTexts):
     facts = TaskFacts(
         "multi-label-classification", "AutoModelForSequenceClassification", keys=frozenset({"data.label_delimiter"})
     )
+    problem_type = "multi_label_classification"
+    several_labels = True
     pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1_micro"
     metric_directions: ClassVar[dict[str, bool]] = {"f1_micro": True, "f1_macro": True, "exact_match": True, "loss": False}
@@ -63,7 +64,6 @@ class MultiLabel(Classes, LabelledTexts):
         return Recognised({"text": texts, **keys}, tuple(texts), why, rank=4)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
-        """The list of labels of each row."""
         columns = job.data.label
         return read_flags(rows, columns) if len(columns) > 1 else read_sets(rows, columns[0], job.data.label_delimiter)
 
@@ -96,25 +96,11 @@ class MultiLabel(Classes, LabelledTexts):
         return made
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
-        """The labels of a sample."""
         names = prepared.label_names or ()
         return ", ".join(name for name, value in zip(names, label.tolist(), strict=True) if value) or "(none)"
 
-    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
-        """A sample without labels."""
-        import numpy as np
-
-        return super().placeholder(job, config, length) | {"row_labels": np.zeros(config.num_labels, np.float32)}
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Predicts the labels with a probability of at least 0.5."""
-        from hwopt.tasks.predictors import LabelSetPredictor
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return LabelSetPredictor(trained, model)
-
-    def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """The label names, and the kind of classification."""
-        return super().head_config(prepared) | {"problem_type": "multi_label_classification"}
 
     def loss(self, outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(binary cross-entropy summed over samples and labels, samples x labels); targets (batch, labels).
@@ -126,8 +112,7 @@ class MultiLabel(Classes, LabelledTexts):
         smoothed = targets * (1 - smoothing) + smoothing / 2 if smoothing else targets
         return functional.binary_cross_entropy_with_logits(outputs.logits.float(), smoothed, reduction="sum"), targets.numel()
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss, f1_micro, f1_macro, and exact_match: the share of samples with exactly the right labels."""
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import LabelSetMetrics
 
         return LabelSetMetrics(prepared.label_names or (), device)

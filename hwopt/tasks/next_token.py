@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.bad_rows import Places
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
+from hwopt.tasks.preparation import Encoding
 from hwopt.tasks.prepared import IGNORED
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) 
 
 
 class SampleArrays:
-    """Collects samples of tokens with a label each, for the arrays of a token store.
-
-    data.max_length counts tokens as TRL does: also the one behind the last input, which is only a label.
-    """
+    """Collects samples of tokens with a label each, for the arrays of a token store."""
 
     def __init__(self, places: Places, limit: LengthLimit) -> None:
         self.places, self.limit = places, limit
@@ -57,22 +55,30 @@ class SampleArrays:
         self.truncated = 0
         self.skipped: dict[int, str] = {}
 
-    def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
-        """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing)."""
+    def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], reason: str, truncated: bool = False) -> None:
+        """Add a sample; skip it for this `reason` if it has no label."""
         import numpy as np
 
+        self.limit.check([len(tokens)], self.places, sample)
+        if all(label == IGNORED for label in labels):
+            self.skipped[sample] = reason
+            return
+        self.truncated += truncated
+        self.inputs.append(np.array(tokens, np.int32))
+        self.labels.append(np.array(labels, np.int64))
+
+    def add_shifted(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
+        """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing).
+
+        data.max_length counts tokens as TRL does: also the one behind the last input, which is only a label.
+        """
         longest = self.limit.max_length
         kept = len(tokens) if longest is None else min(longest - 1, len(tokens))
-        self.limit.check([kept], self.places, sample)
-        if all(label == IGNORED for label in labels[:kept]):
-            self.skipped[sample] = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
-            return
-        self.truncated += kept < len(tokens)
-        self.inputs.append(np.array(tokens[:kept], np.int32))
-        self.labels.append(np.array(labels[:kept], np.int64))
+        reason = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
+        self.add(sample, tokens[:kept], labels[:kept], reason, kept < len(tokens))
 
-    def arrays(self) -> tuple[dict[str, Any], Encoded]:
-        """(arrays of a token store beside the inputs, tokens). Raises DataError if no sample is left."""
+    def encoding(self) -> Encoding:
+        """The arrays of all samples. Raises DataError if no sample is left."""
         import numpy as np
 
         if not self.inputs:
@@ -80,11 +86,11 @@ class SampleArrays:
         lengths = np.array([len(one) for one in self.inputs], np.int64)
         counts = np.array([(one != IGNORED).sum() for one in self.labels], np.int32)
         arrays = {"labels": np.concatenate(self.labels), "counts": counts}
-        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped)
+        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped), {}
 
 
-def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store beside the inputs, tokens) of documents, joined and split into blocks."""
+def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> Encoding:
+    """The arrays of documents, joined and split into blocks."""
     import numpy as np
 
     end = tokenizer.eos_token_id
@@ -107,11 +113,11 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
         "counts": lengths.astype(np.int32),
         "documents": np.searchsorted(begins, offsets[:-1], side="right") - 1,
     }
-    return arrays, Encoded(inputs, None, lengths, 0)
+    return arrays, Encoded(inputs, None, lengths, 0), {"max_length": block}
 
 
-def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store beside the inputs, tokens) of texts, one sample per row, each with the end-of-text token.
+def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
+    """The arrays of texts, one sample per row, each with the end-of-text token.
 
     A text that begins with the tokenizer's first token, as one that a chat template wrote, gets no second one.
     """
@@ -120,14 +126,13 @@ def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: P
         for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK], special=True), start):
             begins_twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
             tokens = ended(ids[1:] if begins_twice else ids, tokenizer.eos_token_id)
-            found.add(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
-    return found.arrays()
+            found.add_shifted(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
+    return found.encoding()
 
 
-def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> tuple[dict[str, Any], Encoded]:
-    """(arrays of a token store beside the inputs, tokens) of prompts with completions, one sample per row."""
+def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
+    """The arrays of prompts with completions, one sample per row."""
     found = SampleArrays(places, limit)
-    end = tokenizer.eos_token_id
     for start in range(0, len(texts[0]), CHUNK):
         prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
         completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
@@ -135,9 +140,9 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
             if not completion:
                 found.skipped[sample] = "has a completion without tokens"
                 continue
-            tokens, labels = prompted(prompt, completion, end)
-            found.add(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
-    return found.arrays()
+            tokens, labels = prompted(prompt, completion, tokenizer.eos_token_id)
+            found.add_shifted(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
+    return found.encoding()
 
 
 def with_router_loss(loss: Any, coefficient: float, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-import numpy as np
 
 from hwopt.data.chat_template import ChatTemplate, set_template
 from hwopt.data.sources.chat import BadConversation, Conversation
 from hwopt.data.stores.images import ImageTransform, channels_of
 from hwopt.data.tokenizer import tokens_of
 from hwopt.hardware.detect import cpu_cores
-from hwopt.tasks.prediction import WINDOW_BATCHES, Generation, ModelInput, Trained
-from hwopt.tasks.prepared import IGNORED
+from hwopt.tasks.prepared import IGNORED, Trained
 from hwopt.tasks.tagged_words import refuse_slow, tokens_of_words
 
 if TYPE_CHECKING:
@@ -27,11 +25,29 @@ WORDS, COUNT = "words", "word_count"
 """Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
 
 
+ModelInput = dict[str, Any]
+"""The inputs of one row by name, before they are batched: lists of numbers, or arrays."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How text is generated, in the words of transformers' GenerationConfig."""
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    """Of the random numbers that sampling draws."""
+
+
 class TextPredictor:
-    """Encodes texts as in training, and pads them to the longest of a batch. A subclass says what a prediction is."""
+    """Turns rows into predictions. Encodes texts as in training; a subclass says what a prediction is."""
 
     columns: Mapping[str, type]
-    window_batches: ClassVar[int] = WINDOW_BATCHES
+    """Name and type of each value of a prediction: str, int, float, or list for strings."""
+    window_batches: ClassVar[int] = 32
+    """Batches that are encoded at once: enough rows to batch texts by length, few enough that results appear soon."""
     padding_side: ClassVar[Literal["left", "right"]] = "right"
 
     def __init__(self, trained: Trained, model: Any) -> None:
@@ -39,7 +55,10 @@ class TextPredictor:
         self.max_length, self.max_positions = trained.job.data.max_length, trained.max_positions
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
-        """The tokens of each row as in training: longer rows are truncated to data.max_length, if the job has it."""
+        """The model's inputs for each of the `inputs` of `Task.read_inputs`, or the reason why the row cannot be used.
+
+        Longer rows are truncated to data.max_length as in training, if the job has it.
+        """
         if not inputs:
             return []
         options = {"return_attention_mask": False, "return_token_type_ids": self.trained.two_types, "verbose": False}
@@ -57,11 +76,11 @@ class TextPredictor:
         return row
 
     def length(self, row: ModelInput) -> int:
-        """The number of tokens."""
+        """The number of tokens. The rows of a window are batched in this order, the longest first."""
         return len(row["input_ids"])
 
     def batch(self, rows: Sequence[ModelInput], multiple: int) -> dict[str, torch.Tensor]:
-        """The inputs as (rows, width), with the attention mask."""
+        """The inputs as (rows, width) on the CPU, with the attention mask; the width is a multiple of `multiple`."""
         import torch
 
         longest = max(map(self.length, rows))
@@ -81,6 +100,10 @@ class TextPredictor:
         logits: torch.Tensor = self.model(**inputs).logits.float()
         return logits
 
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        """The values of `columns` for each row of the inputs, a batch on the model's device."""
+        raise NotImplementedError
+
 
 class ClassPredictor(TextPredictor):
     """The most probable label, with its probability."""
@@ -88,7 +111,6 @@ class ClassPredictor(TextPredictor):
     columns: Mapping[str, type] = {"predicted_label": str, "predicted_probability": float}
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """(label, probability) of each row."""
         probabilities, numbers = self.logits(inputs).softmax(-1).max(-1)
         return [(self.labels[number], value) for number, value in zip(numbers.tolist(), probabilities.tolist(), strict=True)]
 
@@ -112,14 +134,13 @@ class ImagePredictor(ClassPredictor):
             return list(threads.map(pixels, inputs))
 
     def length(self, row: ModelInput) -> int:
-        """1: images have one size."""
         return 1
 
     def batch(self, rows: Sequence[ModelInput], multiple: int) -> dict[str, torch.Tensor]:
         """pixel_values (rows, channels, height, width)."""
         import torch
 
-        return {"pixel_values": torch.from_numpy(np.stack([row["pixel_values"] for row in rows]))}
+        return {"pixel_values": torch.stack([torch.from_numpy(row["pixel_values"]) for row in rows])}
 
 
 class NumberPredictor(TextPredictor):
@@ -130,27 +151,23 @@ class NumberPredictor(TextPredictor):
         self.columns = {f"predicted_{name}": float for name in self.labels}
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """The targets of each row."""
         return [tuple(row) for row in self.logits(inputs).tolist()]
 
 
 class LabelSetPredictor(TextPredictor):
-    """The labels with a probability of at least `threshold`, and the probability of every label."""
-
-    threshold: ClassVar[float] = 0.5
+    """The labels with a probability of at least 0.5, and the probability of every label."""
 
     def __init__(self, trained: Trained, model: Any) -> None:
         super().__init__(trained, model)
         self.columns = {"predicted_labels": list, **{f"probability_{name}": float for name in self.labels}}
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """(labels, the probability of each label of the model) of each row."""
         found = self.logits(inputs).sigmoid().tolist()
-        return [([name for name, value in zip(self.labels, row, strict=True) if value >= self.threshold], *row) for row in found]
+        return [([name for name, value in zip(self.labels, row, strict=True) if value >= 0.5], *row) for row in found]
 
 
 class TagPredictor(TextPredictor):
-    """The most probable tag of each word."""
+    """The most probable tag of each word; None for a word without a token, or behind data.max_length."""
 
     columns: Mapping[str, type] = {"predicted_tags": list}
 
@@ -167,7 +184,6 @@ class TagPredictor(TextPredictor):
         return found
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """(the tag of each word; None for a word without a token, or behind data.max_length) of each row."""
         words, counts = inputs.pop(WORDS).tolist(), inputs.pop(COUNT)[:, 0].tolist()
         numbers = self.model(**inputs).logits.argmax(-1).tolist()
         found = []
@@ -178,34 +194,36 @@ class TagPredictor(TextPredictor):
 
 
 class Seq2SeqGenerator(TextPredictor):
-    """The text that an encoder-decoder writes for a prompt."""
+    """The text that an encoder-decoder writes for a prompt, without special tokens."""
 
     columns: Mapping[str, type] = {"generated_text": str}
-
-    def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
-        super().__init__(trained, model)
-        self.config = generation_config(model, trained.tokenizer, generation)
-        if self.max_positions is not None:
-            self.config.max_new_tokens = min(generation.max_new_tokens, self.max_positions - 1)
-
-    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """(generated text, without special tokens) of each row."""
-        tokens = self.model.generate(**inputs, generation_config=self.config)
-        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
-
-
-class TextGenerator(TextPredictor):
-    """The text that a causal language model generates after a prompt or a conversation."""
-
-    columns: Mapping[str, type] = {"generated_text": str}
-    padding_side: ClassVar[Literal["left", "right"]] = "left"
 
     def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
         super().__init__(trained, model)
         self.max_new_tokens = generation.max_new_tokens
+        self.config = generation_config(model, trained.tokenizer, generation)
+
+    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+        return self.written(inputs, first=0, taken=1)
+
+    def written(self, inputs: dict[str, torch.Tensor], first: int, taken: int) -> list[tuple[str]]:
+        """The generated text of each row, from token `first` on; `taken`: positions of the model that are not free."""
+        config = copy.deepcopy(self.config)
+        if self.max_positions is not None:
+            config.max_new_tokens = min(self.max_new_tokens, self.max_positions - taken)
+        tokens = self.model.generate(**inputs, generation_config=config)[:, first:]
+        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+class TextGenerator(Seq2SeqGenerator):
+    """The text that a causal language model generates after a prompt or a conversation, without special tokens."""
+
+    padding_side: ClassVar[Literal["left", "right"]] = "left"
+
+    def __init__(self, trained: Trained, model: Any, generation: Generation) -> None:
         if not trained.tokenizer.chat_template and trained.job.data.chat_template is not None:
             set_template(trained.tokenizer, trained.job.data.chat_template)
-        self.config = generation_config(model, trained.tokenizer, generation)
+        super().__init__(trained, model, generation)
         if trained.tokenizer.chat_template:  # an adapter's folder has no generation_config.json
             end = ChatTemplate(trained.tokenizer, "last").end_token()
             self.config.eos_token_id = sorted({*(self.config.eos_token_id or ()), *([] if end is None else [end])}) or None
@@ -230,20 +248,14 @@ class TextGenerator(TextPredictor):
         return self.checked({"input_ids": self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]})
 
     def checked(self, row: ModelInput) -> ModelInput | str:
-        """`row`, or the reason why the model cannot use it."""
         length = self.length(row)
         if self.max_positions is not None and length >= self.max_positions:
             return f"has {length:,} tokens, which leaves no room to generate: the model's limit is {self.max_positions:,}"
         return super().checked(row)
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """(generated text, without the prompt and special tokens) of each row."""
         width = inputs["input_ids"].shape[1]
-        config = copy.deepcopy(self.config)
-        if self.max_positions is not None:
-            config.max_new_tokens = min(self.max_new_tokens, self.max_positions - width)
-        tokens = self.model.generate(**inputs, generation_config=config)[:, width:]
-        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        return self.written(inputs, first=width, taken=width)
 
 
 def generation_config(model: Any, tokenizer: Any, generation: Generation) -> Any:

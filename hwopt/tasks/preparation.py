@@ -17,9 +17,7 @@ from hwopt.data.stores.token_store import TokenStore, fingerprint
 from hwopt.data.tokenizer import Encoded, choose_padding
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.model.facts import is_decoder
-from hwopt.tasks.prediction import Trained
-from hwopt.tasks.prepared import Prepared
-from hwopt.tasks.samples import Samples
+from hwopt.tasks.prepared import Prepared, Samples, Trained
 
 if TYPE_CHECKING:
     from hwopt.data.stores.store import Store
@@ -28,6 +26,8 @@ FORMAT = 3
 """Format of the token stores; a new number invalidates the cached ones."""
 
 AnyStore = TypeVar("AnyStore", bound=TokenStore)
+Encoding = tuple[dict[str, Any], Encoded, dict[str, Any]]
+"""(arrays of a token store beside the inputs, the inputs, what else its meta.json holds)."""
 
 
 def read_sources(job: Job) -> dict[str, Rows]:
@@ -51,21 +51,18 @@ def token_store(
     cache: Path,
     settings: list[Any],
     content: list[list[Any]],
-    make: Callable[[], tuple[dict[str, Any], Encoded, dict[str, Any]]],
+    encode: Callable[[], Encoding],
 ) -> AnyStore:
-    """The store of `samples`, from the cache or written now.
-
-    `settings` and `content` identify it, beside the tokenizer. `make` returns its arrays, the
-    encoded inputs, and what else meta.json holds.
-    """
+    """The store of `samples`, from the cache or written now. `settings`, `content` and the tokenizer identify it."""
     import numpy as np
 
     tokenizer, limit = trained.tokenizer, trained.limit
 
     def written() -> tuple[dict[str, Any], dict[str, Any]]:
-        arrays, found, meta = make()
+        arrays, found, meta = encode()
         arrays = {"input_ids": found.ids, "offsets": np.concatenate([[0], np.cumsum(found.lengths)]), **arrays}
-        return arrays, {"max_length": limit.max_length, **found.meta(tokenizer), **meta}
+        meta = {"labels_per_token": trained.facts.target != "sample", **found.meta(tokenizer), **meta}
+        return arrays, {"max_length": limit.max_length, **meta}
 
     key = fingerprint([FORMAT, *settings], tokenizer_fingerprint(tokenizer), *content)
     store = kind.cached(cache / "tokens" / key, written)
@@ -117,12 +114,13 @@ def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
         mixture.check()
         prepared.notes.extend(mixture.notes())
         prepared.warnings.extend(mixture.warnings())
-    for part, which in PARTS.items():
-        if part in stores and (cut := stores[part].meta.get("cut")):
-            meta = stores[part].meta
-            prepared.notes.append(f"truncated {cut:,} of {meta['samples']:,} texts{which} to {meta['max_length']} tokens")
+    parts = {"train": "", "eval": " of the evaluation data", "test": " of the test data"}
+    for part, which in parts.items():
+        meta = stores[part].meta if part in stores else {}
+        of = f"of {meta.get('samples', 0):,}"
+        if cut := meta.get("cut"):
+            prepared.notes.append(f"truncated {cut:,} {of} texts{which} to {meta['max_length']} tokens")
+        if cut := meta.get("cut_targets"):
+            most = meta["max_target_length"]
+            prepared.notes.append(f"truncated {cut:,} {of} targets{which} to {most} tokens (data.max_target_length)")
     return prepared
-
-
-PARTS = {"train": "", "eval": " of the evaluation data", "test": " of the test data"}
-"""Part of the data -> how a message names it."""

@@ -1,19 +1,65 @@
-"""Prepared: the data of a job as a task prepared it."""
+"""The usable rows of the data (Samples), the data as a task prepared it (Prepared), and what predictions need of it (Trained)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import TaskFacts, task_facts
+from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.store import Store
+from hwopt.data.tokenizer import LengthLimit, uses_token_types
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from transformers import PretrainedConfig
 
 IGNORED = -100
 """The label of a token that the loss ignores, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the model reads of each sample, its label, and its place."""
+
+    places: Places
+    bad_rows: BadRows
+    columns: list[list[Any]]
+    """One list per column, with a text, a list of words, a conversation or an image for each sample."""
+    labels: list[Any]
+    """One per sample; empty if labels are tokens."""
+    documents: bool = False
+    """Each sample is a whole text file."""
+
+    @classmethod
+    def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:
+        """The rows that are not bad. Raises DataError as `Rows.usable` does."""
+        return cls(rows.places, rows.bad_rows, columns, labels or [], rows.documents).take(rows.usable())
+
+    def __len__(self) -> int:
+        return len(self.places.numbers)
+
+    def take(self, samples: Sequence[int]) -> Samples:
+        """Some of the samples."""
+        return replace(
+            self,
+            places=self.places.take(samples),
+            columns=[[column[sample] for sample in samples] for column in self.columns],
+            labels=[self.labels[sample] for sample in samples] if self.labels else [],
+        )
+
+
+@dataclass(frozen=True)
+class Named:
+    """The names of the label numbers, and lines for the screen about the labels."""
+
+    names: tuple[str, ...] = ()
+    """Empty if labels are tokens."""
+    notes: tuple[str, ...] = ()
 
 
 class ChatTokens(NamedTuple):
@@ -69,3 +115,32 @@ class Prepared:
             if source is not None and source.bad_rows.reasons:
                 self.warnings.append(source.bad_rows.note())
                 self.bad_rows.append(source.bad_rows.to_dict())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What prediction and evaluation need beside the model itself."""
+
+    job: Job
+    config: PretrainedConfig
+    tokenizer: Any
+    label_names: tuple[str, ...]
+    """The name of each label number; empty if labels are tokens."""
+    max_positions: int | None
+    """The model's longest input in tokens; None for no limit."""
+
+    @property
+    def facts(self) -> TaskFacts:
+        """The facts of the job's task."""
+        return task_facts(self.job.task.kind)
+
+    @property
+    def limit(self) -> LengthLimit:
+        """The longest input. Raises InputError if the job's limit exceeds the model's."""
+        return LengthLimit(self.job.data.max_length, self.max_positions)
+
+    @property
+    def two_types(self) -> bool:
+        """Whether the two texts of a pair are marked by token_type_ids."""
+        two = len(self.job.data.text) == 2 and "token_type_ids" in self.tokenizer.model_input_names
+        return two and uses_token_types(self.config)

@@ -13,12 +13,10 @@ from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.predictors import Generation, NumberPredictor, TextPredictor
+from hwopt.tasks.prepared import Named, Prepared, Samples, Trained
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Named, Samples
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
+
+    from hwopt.tasks.metrics import LossMetrics
 
 LARGE = 10.0
 """A head with random weights starts near 0: targets further away than this train slowly with the usual learning rates."""
@@ -35,15 +35,13 @@ class Regression(LabelledTexts):
     """Predict numbers. A target is a column of `data.label`, in its own unit."""
 
     facts = TaskFacts("regression", "AutoModelForSequenceClassification")
+    problem_type = "regression"
+    several_labels = True
     pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_mse"
     metric_directions: ClassVar[dict[str, bool]] = {
-        "loss": False,
-        "mse": False,
-        "mae": False,
-        "r2": True,
-        "pearson": True,
-        "spearman": True,
+        **dict.fromkeys(("loss", "mse", "mae"), False),
+        **dict.fromkeys(("r2", "pearson", "spearman"), True),
     }
 
     @classmethod
@@ -64,11 +62,9 @@ class Regression(LabelledTexts):
         return Recognised(keys, tuple(texts), why, rank)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
-        """A tuple with the targets of each row."""
         return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
-        """The names of the target columns."""
         notes = []
         for name, values in zip(job.data.label, zip(*samples.labels, strict=True), strict=True):
             mean = math.fsum(values) / len(values)
@@ -89,32 +85,17 @@ class Regression(LabelledTexts):
         return np.array(labels, np.float32)
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
-        """The targets of a sample with their names."""
         return ", ".join(f"{name} {value:g}" for name, value in zip(prepared.label_names or (), label.tolist(), strict=True))
 
-    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
-        """A sample with targets of 0."""
-        import numpy as np
-
-        return super().placeholder(job, config, length) | {"row_labels": np.zeros(config.num_labels, np.float32)}
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Predicts the targets."""
-        from hwopt.tasks.predictors import NumberPredictor
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return NumberPredictor(trained, model)
-
-    def head_config(self, prepared: Prepared) -> dict[str, Any]:
-        """The names of the targets, and the kind of head."""
-        return super().head_config(prepared) | {"problem_type": "regression"}
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(squared errors summed over samples and targets, number of targets); targets (batch, targets)."""
         return (outputs.logits.float() - targets).square().sum(), targets.numel()
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss and mse, mae, r2, pearson and spearman, each the mean over the targets."""
-        from hwopt.tasks.regression_metrics import RegressionMetrics
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
+        from hwopt.tasks.metrics import RegressionMetrics
 
         return RegressionMetrics(device, prepared.label_names or ())
 

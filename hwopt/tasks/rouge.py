@@ -59,6 +59,5 @@ class RougeMetrics(GatheredMetrics):
         return self._scores
 
     def compute(self) -> dict[str, float]:
-        """loss, perplexity, and the mean of each score."""
         means = torch.from_numpy(self.gathered()).mean(1).tolist()
         return with_perplexity(super().compute()) | dict(zip(NAMES, means, strict=True))

@@ -16,18 +16,17 @@ from hwopt.data.sources.columns import PROMPTS, is_text
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import PairStore
-from hwopt.data.tokenizer import CHUNK, Encoded, encode
+from hwopt.data.tokenizer import CHUNK, encode
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.base import Metrics, Task
+from hwopt.tasks.base import Task
 from hwopt.tasks.model_builder import set_in_configs
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
 from hwopt.tasks.next_token import token_loss
-from hwopt.tasks.prediction import Generation, Predictor, Trained
-from hwopt.tasks.preparation import PARTS, token_store
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.predictors import Generation, Seq2SeqGenerator, TextPredictor
+from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.prepared import Prepared, Samples, Trained
+from hwopt.tasks.preview import Shown, Span, spans_of
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Samples
-from hwopt.tasks.spans import Shown, Span, spans_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hwopt.data.batches.collate import Collate
+    from hwopt.tasks.metrics import LossMetrics
 
 PAIRS = (
     *(("document", "summary"), ("article", "summary"), ("text", "summary"), ("dialogue", "summary"), ("article", "highlights")),
@@ -65,7 +65,6 @@ class Seq2SeqLM(Task):
 
     @classmethod
     def check_job(cls, job: Job) -> None:
-        """Refuse a job without columns, and one that chooses the best weights by a metric that is not computed."""
         if job.data.prompt is None:
             raise ValueError("data.prompt: seq2seq-lm needs data.prompt and data.completion, the columns of inputs and targets")
         metric = job.training.metric_for_best_model or ""
@@ -82,7 +81,6 @@ class Seq2SeqLM(Task):
         return "no pair of columns looks like inputs with targets; name them in the job with data.prompt and data.completion"
 
     def samples(self, rows: Rows, job: Job) -> Samples:
-        """The rows that have a prompt and a completion."""
         pairs = (("data.prompt", job.data.prompt), ("data.completion", job.data.completion))
         return Samples.of(rows, [text_columns(rows, (str(name),), key)[0] for key, name in pairs])
 
@@ -96,7 +94,7 @@ class Seq2SeqLM(Task):
         most = trained.job.data.max_target_length
         most = most if limit.max_positions is None else min(most, limit.max_positions)
 
-        def make() -> tuple[dict[str, Any], Encoded, dict[str, Any]]:
+        def encoded() -> Encoding:
             targets = encode_targets(tokenizer, completions)
             empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
             used = [sample for sample in range(len(targets)) if sample not in empty]
@@ -112,7 +110,6 @@ class Seq2SeqLM(Task):
                 "counts": lengths.astype(np.int32),
             }
             meta = {
-                "labels_per_token": True,
                 "max_target_length": most,
                 "start": start,
                 "cut_targets": sum(len(target) > most for target in kept),
@@ -122,20 +119,9 @@ class Seq2SeqLM(Task):
             return arrays, found, meta
 
         settings = [self.kind, limit.max_length, most, start]
-        return token_store(PairStore, samples, trained, cache, settings, samples.columns, make)
-
-    def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
-        """How many targets were truncated."""
-        stores = {"train": prepared.train, "eval": prepared.eval, "test": prepared.test}
-        most, found = trained.job.data.max_target_length, []
-        for part, which in PARTS.items():
-            store = stores[part]
-            if store is not None and (cut := store.meta["cut_targets"]):
-                found.append(f"truncated {cut:,} of {len(store):,} targets{which} to {most} tokens (data.max_target_length)")
-        return found
+        return token_store(PairStore, samples, trained, cache, settings, samples.columns, encoded)
 
     def collate(self) -> type[Collate]:
-        """Inputs and targets are padded apart."""
         from hwopt.data.batches.collate import PairCollate
 
         return PairCollate
@@ -162,13 +148,9 @@ class Seq2SeqLM(Task):
             )
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
-        """A tuple with the prompt of each row."""
         return list(zip(*text_columns(rows, (str(job.data.prompt),), "data.prompt"), strict=True))
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Generates the completion."""
-        from hwopt.tasks.predictors import Seq2SeqGenerator
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return Seq2SeqGenerator(trained, model, generation)
 
     def usage(self, where: str) -> str:
@@ -198,8 +180,7 @@ class Seq2SeqLM(Task):
         """(cross-entropy summed over the tokens of the targets, their number); targets (batch, longest target)."""
         return token_loss(outputs, targets, smoothing=smoothing)
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss (nats per token) and perplexity; with task.rouge also the ROUGE of generated texts."""
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import TokenMetrics
 
         if not self.options.rouge:

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
-from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit
+from hwopt.data.tokenizer import CHUNK, LengthLimit
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.label_sets import is_list, is_list_of_labels, label_name
-from hwopt.tasks.labels import class_names
+from hwopt.tasks.labels import class_names, is_list, is_list_of_labels, label_name
+from hwopt.tasks.next_token import SampleArrays
+from hwopt.tasks.preparation import Encoding
 from hwopt.tasks.prepared import IGNORED
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
-    from numpy.typing import NDArray
 
 WORD_COLUMNS = ("tokens", "words")
 TAG_COLUMNS = ("tags", "ner_tags", "labels", "ner", "pos_tags", "pos", "chunk_tags")
-
-
-def word_column(table: pa.Table, job: Job) -> str:
-    """The column with the words: that of the job, else the first one with a usual name."""
-    return present(table, job.data.text[0], WORD_COLUMNS)
-
-
-def tag_column(table: pa.Table, job: Job) -> str:
-    """The column with the tags: that of the job, else the first one with a usual name."""
-    return present(table, job.data.label[0], TAG_COLUMNS)
 
 
 def present(table: pa.Table, name: str, usual: Sequence[str]) -> str:
@@ -93,41 +80,21 @@ def recognised_columns(table: pa.Table) -> tuple[str, str] | None:
     return None if words is None or tags is None else (words, tags)
 
 
-@dataclass(frozen=True)
-class WordTokens:
-    """The tokens of sentences, and the word whose first token each one is."""
+def encode_words(
+    tokenizer: Any, sentences: Sequence[Sequence[str]], tags: Sequence[Sequence[int]], limit: LengthLimit, places: Places
+) -> Encoding:
+    """The arrays of sentences, whose words are joined by spaces. The first token of a word has the number of its tag as label.
 
-    encoded: Encoded
-    words: NDArray[np.int64]  # (tokens,): index of the word in its sentence, -100 for tokens that are not the first of a word
-
-
-def encode_words(tokenizer: Any, sentences: Sequence[Sequence[str]], limit: LengthLimit, places: Places) -> WordTokens:
-    """The tokens of the sentences, whose words are joined by spaces, with the tokenizer's special tokens.
-
-    Sentences without a token for a word are skipped. Raises InputError as `refuse_slow` does, DataError for a sentence that is
-    too long for the model.
+    Sentences without a token for a word are skipped. Raises InputError as `refuse_slow` does.
     """
-    import numpy as np
-
     refuse_slow(tokenizer, limit.max_length)
-    ids: list[NDArray[np.int32]] = []
-    firsts: list[NDArray[np.int64]] = []
-    skipped: dict[int, str] = {}
-    truncated = 0
+    found = SampleArrays(places, limit)
     for start in range(0, len(sentences), CHUNK):
         chunk = sentences[start : start + CHUNK]
         for sample, (tokens, words, cut) in enumerate(tokens_of_words(tokenizer, chunk, limit.max_length), start):
-            limit.check([len(tokens)], places, sample)
-            truncated += cut
-            if all(word == IGNORED for word in words):
-                skipped[sample] = "has no tokens"
-                continue
-            ids.append(np.array(tokens, np.int32))
-            firsts.append(np.array(words, np.int64))
-    if not ids:
-        raise DataError(f"{places.source}: no sentence has a token")
-    lengths = np.array([len(one) for one in ids], np.int64)
-    return WordTokens(Encoded(np.concatenate(ids), None, lengths, truncated, skipped), np.concatenate(firsts))
+            labels = [IGNORED if word == IGNORED else tags[sample][word] for word in words]
+            found.add(sample, tokens, labels, "has no tokens", cut)
+    return found.encoding()
 
 
 def tokens_of_words(

@@ -9,7 +9,8 @@ from hwopt.data.sources.columns import classes, has_many_classes, label_column, 
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import similar_labels
-from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
+from hwopt.tasks.prepared import Trained
 from hwopt.tasks.recognition import Recognised
 
 if TYPE_CHECKING:
@@ -37,8 +38,5 @@ class TextClassification(Classification, LabelledTexts):
         why = "; ".join([why, *similar_labels(map(str, table[label].unique().drop_null().to_pylist()))])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Predicts the most probable label."""
-        from hwopt.tasks.predictors import ClassPredictor
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return ClassPredictor(trained, model)

@@ -6,6 +6,7 @@ The first token of a word has the tag of the word; the other tokens do not count
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,26 +14,25 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import TokenStore
-from hwopt.data.tokenizer import Encoded
 from hwopt.errors import DataError
-from hwopt.tasks.base import Metrics
-from hwopt.tasks.classes import Classes
+from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import class_names, label_order, one_label_column
 from hwopt.tasks.next_token import token_loss
-from hwopt.tasks.prediction import Generation, Predictor, Trained
+from hwopt.tasks.predictors import Generation, TagPredictor, TextPredictor
 from hwopt.tasks.preparation import token_store
-from hwopt.tasks.prepared import IGNORED, Prepared
+from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
+from hwopt.tasks.preview import Shown, Span
 from hwopt.tasks.recognition import Recognised
-from hwopt.tasks.samples import Named, Samples
-from hwopt.tasks.spans import Shown, Span
-from hwopt.tasks.tagged_words import encode_words, read_tags, read_words, recognised_columns, tag_column, word_column
+from hwopt.tasks.tagged_words import TAG_COLUMNS, WORD_COLUMNS, encode_words, present, read_tags, read_words, recognised_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
+
+    from hwopt.tasks.metrics import LossMetrics
 
 
 class TokenClassification(Classes, LabelledTexts):
@@ -49,17 +49,12 @@ class TokenClassification(Classes, LabelledTexts):
     absent: ClassVar[str] = "word with the tag"
     pipeline_tag: ClassVar[str] = "token-classification"
     default_metric: ClassVar[str] = "eval_f1"
-    metric_directions: ClassVar[dict[str, bool]] = {
-        "f1": True,
-        "precision": True,
-        "recall": True,
-        "accuracy": True,
-        "loss": False,
+    metric_directions: ClassVar[dict[str, bool]] = dict.fromkeys(("f1", "precision", "recall", "accuracy"), True) | {
+        "loss": False
     }
 
     @classmethod
     def check_job(cls, job: Job) -> None:
-        """Refuse pairs of texts and several columns of tags."""
         one_label_column(job)
         if len(job.data.text) > 1:
             raise ValueError("data.text: token-classification takes one column with lists of words")
@@ -75,48 +70,31 @@ class TokenClassification(Classes, LabelledTexts):
         return Recognised({"text": [words], "label": tags}, (words,), why, rank=5)
 
     def samples(self, rows: Rows, job: Job) -> Samples:
-        """The sentences with one tag for each word."""
-        words = read_words(rows, word_column(rows.table, job))
-        tags = read_tags(rows, tag_column(rows.table, job), words)
+        words = read_words(rows, present(rows.table, job.data.text[0], WORD_COLUMNS))
+        tags = read_tags(rows, present(rows.table, job.data.label[0], TAG_COLUMNS), words)
         return Samples.of(rows, [words], list(tags))
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
-        """The words of each row."""
-        return read_words(rows, word_column(rows.table, job))
+        return read_words(rows, present(rows.table, job.data.text[0], WORD_COLUMNS))
 
     def plain_texts(self, samples: Samples) -> list[str]:
-        """The words of each sentence, joined by spaces."""
         return [" ".join(words) for words in samples.columns[0]]
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The tags that occur, in the order of the model or the data set, else sorted."""
-        column = tag_column(rows.table, job)
+        column = present(rows.table, job.data.label[0], TAG_COLUMNS)
         names = label_order([tag for tags in samples.labels for tag in tags], class_names(rows.table, column), config)
         if len(names) == 1:
             raise DataError(f"{rows.source}: every tag in {column!r} is {names[0]!r}; classification needs at least two")
         return Named(names)
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
-        """The token store of `samples`. `seed` has no effect."""
-        import numpy as np
-
-        words, tags, names = samples.columns[0], samples.labels, trained.label_names
+        words, tags, names, limit = samples.columns[0], samples.labels, trained.label_names, trained.limit
         numbers = {name: number for number, name in enumerate(names)}
-
-        def make() -> tuple[dict[str, Any], Encoded, dict[str, Any]]:
-            found = encode_words(trained.tokenizer, words, trained.limit, samples.places)
-            offsets = np.concatenate([[0], np.cumsum(found.encoded.lengths)])
-            kept = [each for sample, each in enumerate(tags) if sample not in found.encoded.skipped]
-            labels = np.full(len(found.words), IGNORED, np.int64)
-            for sample, own in enumerate(kept):
-                part = slice(offsets[sample], offsets[sample + 1])
-                first = found.words[part]
-                labels[part][first != IGNORED] = [numbers[own[word]] for word in first[first != IGNORED]]
-            counted = np.add.reduceat(labels != IGNORED, offsets[:-1], dtype=np.int32)
-            return {"labels": labels, "counts": counted}, found.encoded, {"labels_per_token": True}
-
-        settings = [self.kind, trained.limit.max_length]
-        return token_store(TokenStore, samples, trained, cache, settings, [list(names), words, tags], make)
+        numbered = [[numbers[tag] for tag in own] for own in tags]
+        encode = partial(encode_words, trained.tokenizer, words, numbered, limit, samples.places)
+        settings = [self.kind, limit.max_length]
+        return token_store(TokenStore, samples, trained, cache, settings, [list(names), words, tags], encode)
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The tokens of the sample; a word that counts in the loss is followed by its tag, except for the tag "O"."""
@@ -128,10 +106,7 @@ class TokenClassification(Classes, LabelledTexts):
             spans += [Span(f"{text}{tag}", label != IGNORED), Span(" ", False)]
         return Shown(tuple(spans), tokens_in_loss=int((row["labels"] != IGNORED).sum()))
 
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> Predictor:
-        """Predicts the tag of each word."""
-        from hwopt.tasks.predictors import TagPredictor
-
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return TagPredictor(trained, model)
 
     def loss(
@@ -140,8 +115,7 @@ class TokenClassification(Classes, LabelledTexts):
         """(cross-entropy summed over the labels that are not -100, their number or the sum of their weights)."""
         return token_loss(outputs, targets, weight, smoothing)
 
-    def metrics(self, prepared: Prepared, device: torch.device | str) -> Metrics:
-        """loss and accuracy of the words, and precision, recall and f1 of the entities, as seqeval counts them."""
+    def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.entity_metrics import EntityMetrics
 
         return EntityMetrics(prepared.label_names or (), device)

@@ -11,8 +11,7 @@ from command_line import hwopt
 
 from hwopt.report.preview import show_preview
 from hwopt.report.terminal import Terminal
-from hwopt.tasks.preview import Preview
-from hwopt.tasks.spans import Span
+from hwopt.tasks.preview import Preview, Span
 from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
 
 MESSAGES = [

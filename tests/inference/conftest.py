@@ -26,12 +26,7 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "eval"):
         rows = [{"question": f"what is {number}", "answer": f"it is {number % 3}"} for number in range(24)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {
-        "train": str(folder / "train.jsonl"),
-        "eval": str(folder / "eval.jsonl"),
-        "prompt": "question",
-        "completion": "answer",
-    }
+    data = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")} | {"prompt": "question", "completion": "answer"}
     job = tiny_job(folder / "data", "causal-lm", data=data, max_steps=20, learning_rate=2e-2)
     train_tiny(plan_for(tiny_profile(), job), folder)
     return folder / "run"

@@ -15,13 +15,12 @@ from transformers import pipeline
 
 from hwopt import api
 from hwopt.cli import run_command
-from hwopt.errors import DataError, DoesNotFitError, InputError, StorageError
+from hwopt.errors import DoesNotFitError, StorageError
 from hwopt.inference import predict as predict_module
 from hwopt.inference.output import free_names, replacing
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.prediction import Generation
-from hwopt.tasks.predictors import TextPredictor
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
+from hwopt.tasks.predictors import Generation, TextPredictor
+from hwopt.testing import write_samples
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -111,15 +110,6 @@ def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_p
     assert free_names(["a", "a_2"], ["a"]) == {"a": "a_2", "a_2": "a_2_2"}
 
 
-def test_predictions_do_not_depend_on_the_batch(classifier: Path, tmp_path: Path) -> None:
-    source = write_samples(tmp_path / "in.jsonl", 30, seed=7)
-    for size in (1, 16):
-        api.predict(classifier, str(source), tmp_path / f"{size}.jsonl", batch_size=size)
-    one, sixteen = (rows_of(tmp_path / f"{size}.jsonl") for size in (1, 16))
-    for left, right in zip(one, sixteen, strict=True):
-        assert left["predicted_probability"] == pytest.approx(right["predicted_probability"], abs=0.01)
-
-
 def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, sizes, warnings = write_samples(tmp_path / "in.jsonl", 20, seed=3), [], []
     from hwopt.tasks.predictors import ClassPredictor
@@ -205,84 +195,28 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
     assert Generation().max_new_tokens > 64  # limited by the model
 
 
-def wrong_extension(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "in.jsonl", "-o", "out.xlsx"
-
-
-def existing_output(classifier: Path, folder: Path) -> tuple[str, ...]:
-    (folder / "out.csv").write_text("mine\n")
-    return str(classifier), "in.jsonl", "-o", "out.csv"
-
-
-def missing_folder(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "in.jsonl", "-o", "nowhere/out.csv"
-
-
-def missing_run(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return "runs/nope", "in.jsonl", "-o", "out.csv"
-
-
-def unfinished_run(classifier: Path, folder: Path) -> tuple[str, ...]:
-    shutil.copytree(classifier, folder / "run", ignore=shutil.ignore_patterns("final"))
-    return "run", "in.jsonl", "-o", "out.csv"
-
-
-def no_run(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier.parent), "in.jsonl", "-o", "out.csv"
-
-
-def no_config(classifier: Path, folder: Path) -> tuple[str, ...]:
-    shutil.copytree(classifier, folder / "run")
-    (folder / "run/final/config.json").unlink()
-    return "run", "in.jsonl", "-o", "out.csv"
-
-
-def missing_file(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "im.jsonl", "-o", "out.csv"
-
-
-def missing_column(classifier: Path, folder: Path) -> tuple[str, ...]:
-    (folder / "in.csv").write_text("texts\nred\n")
-    return str(classifier), "in.csv", "-o", "out.csv"
-
-
-def no_usable_row(classifier: Path, folder: Path) -> tuple[str, ...]:
-    (folder / "in.csv").write_text("text,label\n,a\n\x20,b\n")
-    return str(classifier), "in.csv", "-o", "out.csv"
-
-
-def generation_option(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "in.jsonl", "-o", "out.csv", "--max-new-tokens", "3"
-
-
-def set_option(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "in.jsonl", "-o", "out.csv", "--set", "training.seed=3"
-
-
-def sampling_option(classifier: Path, folder: Path) -> tuple[str, ...]:
-    return str(classifier), "in.jsonl", "-o", "out.csv", "--temperature", "0.5"
-
-
 @pytest.mark.parametrize(
-    ("make", "code", "expected"),
+    ("arguments", "code", "expected"),
     [
-        (wrong_extension, 2, "unknown extension '.xlsx'; give a file that ends with .csv, .jsonl, .parquet"),
-        (existing_output, 2, "out.csv: exists. Give another file, or --overwrite"),
-        (missing_folder, 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
-        (missing_run, 2, "runs/nope: no such folder"),
-        (unfinished_run, 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
-        (no_run, 2, "has no job.toml; give one of its runs: run"),
-        (no_config, 2, "has no config.json"),
-        (missing_file, 4, "Did you mean 'in.jsonl'?"),
-        (missing_column, 4, "has no column 'text'. Did you mean 'texts'?"),
-        (no_usable_row, 4, "column 'text' is empty in every row"),
-        (generation_option, 2, "which generates no text. Omit these options"),
-        (set_option, 2, "--set training.seed: the model is trained; only keys of [data] can be set"),
-        (sampling_option, 2, "--temperature needs --do-sample"),
+        ("{run} in.jsonl -o out.xlsx", 2, "unknown extension '.xlsx'; give a file that ends with .csv, .jsonl, .parquet"),
+        ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists. Give another file, or --overwrite"),
+        ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
+        ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
+        ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
+        ("{folder} in.jsonl -o out.csv", 2, "has no job.toml; give one of its runs: run"),
+        ("no_config in.jsonl -o out.csv", 2, "has no config.json"),
+        ("no_plan in.jsonl -o out.csv", 2, "has no readable plan.json"),
+        ("{run} im.jsonl -o out.csv", 4, "Did you mean 'in.jsonl'?"),
+        ("{run} mine.csv -o out.csv", 4, "has no column 'text'. Did you mean 'texts'?"),
+        ("{run} blank.csv -o out.csv", 4, "column 'text' is empty in every row"),
+        ("{run} twice.csv -o out.csv", 4, "has 2 columns named 'x'"),
+        ("{run} in.jsonl -o out.csv --max-new-tokens 3", 2, "which generates no text. Omit these options"),
+        ("{run} in.jsonl -o out.csv --set training.seed=3", 2, "the model is trained; only keys of [data] can be set"),
+        ("{run} in.jsonl -o out.csv --temperature 0.5", 2, "--temperature needs --do-sample"),
     ],
 )
 def test_bad_input_ends_with_one_message(
-    make: Any,
+    arguments: str,
     code: int,
     expected: str,
     classifier: Path,
@@ -292,21 +226,16 @@ def test_bad_input_ends_with_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path / "in.jsonl", 3)
-    before = (tmp_path / "out.csv").exists()
-    assert run_command(["predict", *make(classifier, tmp_path)]) == code
+    for name, text in {"mine": "texts\nred\n", "blank": "text,label\n,a\n\x20,b\n", "twice": "text,x,x\nred,1,2\n"}.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    for name, missing in {"unfinished": "final", "no_config": "config.json", "no_plan": "plan.json"}.items():
+        shutil.copytree(classifier, name, ignore=shutil.ignore_patterns(missing))
+    assert run_command(["predict", *arguments.format(run=classifier, folder=classifier.parent).split()]) == code
     message = capsys.readouterr().err
     assert expected in " ".join(message.split())
     assert "Traceback" not in message
-    assert (tmp_path / "out.csv").exists() == before or make is existing_output
-
-
-def test_output_is_replaced_with_overwrite(classifier: Path, tmp_path: Path) -> None:
-    source = write_samples(tmp_path / "in.jsonl", 3)
-    (tmp_path / "out.csv").write_text("mine\n")
-    api.predict(classifier, str(source), tmp_path / "out.csv", overwrite=True)
-    assert len((tmp_path / "out.csv").read_text().splitlines()) == 4
-    with pytest.raises(InputError, match="exists"):
-        api.predict(classifier, str(source), tmp_path / "out.csv")
+    assert not (tmp_path / "out.csv").exists()
+    assert (tmp_path / "mine.csv").read_text() == "texts\nred\n"
 
 
 def test_set_reads_another_column_and_encoding(classifier: Path, tmp_path: Path) -> None:
@@ -316,37 +245,17 @@ def test_set_reads_another_column_and_encoding(classifier: Path, tmp_path: Path)
     assert (tmp_path / "out.csv").read_text(encoding="utf-8").startswith("body,x,predicted_label,predicted_probability\nred ä,1,")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_settings_have_the_dtype_of_each_level(level: str, tmp_path: Path) -> None:
-    profile = tiny_profile(precision={"dtype": "bf16", "level": level})
-    train_tiny(plan_for(profile, tiny_job(tmp_path / "data", max_steps=1)), tmp_path)
-    settings = find_run_model(tmp_path / "run").settings
-    assert settings is not None
-    assert (settings.dtype, settings.batch, settings.labels) == ("bf16", 8, ("colour", "other"))
-
-
-def test_a_column_that_occurs_twice_is_an_error(classifier: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("text,x,x\nred,1,2\n")
-    with pytest.raises(DataError, match="has 2 columns named 'x'"):
-        api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.csv")
-
-
 def test_a_full_disk_is_a_storage_error(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_samples(tmp_path / "in.jsonl", 3)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    (tmp_path / "out.csv").write_text("mine\n")
     monkeypatch.setattr("hwopt.inference.output.CsvWriter.write", full)
     with pytest.raises(StorageError, match="No space left on device"):
-        api.predict(classifier, str(source), tmp_path / "out.csv")
-
-
-def test_a_run_of_an_older_version_predicts_in_the_precision_of_its_weights(classifier: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(classifier, tmp_path / "run")
-    plan = json.loads((run / "plan.json").read_text())
-    del plan["inference"]
-    (run / "plan.json").write_text(json.dumps(plan))
-    report = api.predict(run, str(write_samples(tmp_path / "in.jsonl", 3)), tmp_path / "out.csv")
-    assert report.predicted == 3
-    assert "plan.json has no inference settings" in report.notes[0]
+        api.predict(classifier, str(source), tmp_path / "out.csv", overwrite=True)
+    assert (tmp_path / "out.csv").read_text() == "mine\n"
+    monkeypatch.undo()
+    api.predict(classifier, str(source), tmp_path / "out.csv", overwrite=True)
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 4

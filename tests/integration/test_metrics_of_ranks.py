@@ -12,9 +12,8 @@ import torch.distributed as dist
 from integration.forks import forked_ranks, wait_for_exit
 
 from hwopt.tasks.entity_metrics import EntityMetrics
-from hwopt.tasks.metrics import ClassMetrics, LossMetrics
+from hwopt.tasks.metrics import ClassMetrics, LossMetrics, RegressionMetrics
 from hwopt.tasks.prepared import IGNORED
-from hwopt.tasks.regression_metrics import RegressionMetrics
 
 SHARES = (slice(0, 5), slice(5, 12))
 
@@ -27,7 +26,7 @@ def measured(part: slice) -> dict[str, LossMetrics]:
     tags[:5, 4:] = IGNORED
     width = 4 if part == SHARES[0] else 6
     batches = {
-        "classes": (ClassMetrics(2, "cpu"), scores, values.argmax(-1)),
+        "classes": (ClassMetrics("ab", "cpu"), scores, values.argmax(-1)),
         "regression": (RegressionMetrics("cpu", ["a", "b"]), scores, values),
         "entities": (EntityMetrics(["O", "B-PER", "I-PER"], "cpu"), words[:, :width], tags[:, :width]),
     }

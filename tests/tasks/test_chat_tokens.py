@@ -17,8 +17,7 @@ from hwopt.config.toml import Document
 from hwopt.data.tokenizer_training import train_bpe
 from hwopt.errors import InputError
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.prediction import Generation
-from hwopt.tasks.predictors import TextGenerator
+from hwopt.tasks.predictors import Generation, TextGenerator
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]
@@ -104,23 +103,15 @@ def test_fused_loss_trains_the_embeddings_of_new_tokens_under_an_adapter(tied: b
 
 
 def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
-    base = base_model(tmp_path / "base", tied=False)
-    source = tmp_path / "pairs.jsonl"
+    base, source = base_model(tmp_path / "base", tied=False), tmp_path / "pairs.jsonl"
     source.write_text('{"prompt": "what", "completion": "it is"}\n' * 16)
-    data = {"train": str(source), "prompt": "prompt", "completion": "completion", "max_length": 60, "eos_token": "<|pad|>"}
+    data = {"train": str(source), "max_length": 60, "eos_token": "<|pad|>"}
     run, _ = trained(tmp_path, base, data)
     tokenizer, model = AutoTokenizer.from_pretrained(run / "final"), AutoModelForCausalLM.from_pretrained(run / "final")
     assert tokenizer.eos_token == "<|pad|>"
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
-
-
-def test_unknown_eos_token_is_refused(tmp_path: Path) -> None:
-    base = base_model(tmp_path / "base", tied=False)
-    source = tmp_path / "pairs.jsonl"
-    source.write_text('{"prompt": "what", "completion": "it is"}\n' * 16)
-    data = {"train": str(source), "prompt": "prompt", "completion": "completion", "max_length": 60, "eos_token": "<end>"}
     with pytest.raises(InputError, match=r"data\.eos_token: '<end>' is not a token"):
-        trained(tmp_path, base, data)
+        trained(tmp_path, base, data | {"eos_token": "<end>"})
 
 
 def test_the_end_of_an_answer_stops_generation(tmp_path: Path) -> None:

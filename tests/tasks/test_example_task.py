@@ -13,6 +13,7 @@ from installed_task import installed
 
 from hwopt import api
 from hwopt.errors import DataError, InputError
+from hwopt.planning.schema import schema
 from hwopt.tasks import proposal as propose
 from hwopt.testing import WORDS
 
@@ -45,8 +46,10 @@ def write(path: Path, rows: int, seed: int, scale: float = 1) -> None:
 def test_example_task_is_proposed_trained_evaluated_and_predicted(folder: Path) -> None:
     found = api.recognise("train.jsonl")
     assert (found.kind, found.keys["text"]) == ("sentence-similarity", ["sentence1", "sentence2"])
+    assert "sentence-similarity" in schema("job")["$defs"]["TaskOptions"]["properties"]["kind"]["enum"]
     Path("job.toml").write_text(api.propose(found).text(Path("job.toml")))
     plan = api.resolve("cpu", "job.toml", assignments=["training.max_steps=3"], cache=folder / "cache")
+    assert api.with_memory(plan, lambda _: plan, cache=folder / "cache").memory is not None
     api.execute(plan, folder / "run", cache=folder / "cache")
     report = api.evaluate("run", "dev.jsonl", cache=folder / "cache")
     assert report.samples == 40

@@ -12,7 +12,7 @@ import pytest
 import torch
 from task_rows import job_of, prepare_rows
 
-from hwopt.errors import DataError, InputError
+from hwopt.errors import DataError
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
@@ -96,11 +96,6 @@ def test_unsuitable_column_is_a_data_error(
 ) -> None:
     with pytest.raises(DataError, match=message):
         prepare(tmp_path, rows, **data)
-
-
-def test_class_weights_are_refused() -> None:
-    with pytest.raises(InputError, match=r"task\.class_weights belongs to task\.kind = .*'text-classification'"):
-        job_of(KIND, {"train": "a.csv"}, class_weights="balanced")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

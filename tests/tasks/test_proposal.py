@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from hwopt.config.job import Job
-from hwopt.config.new_job import job_text
 from hwopt.config.toml import parse_toml
-from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.tasks import proposal as propose
 from hwopt.tasks.proposal import ProposedModel, eval_fraction, propose_length, propose_model
@@ -38,7 +36,6 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
         (TEXTS, SMALL, "google-bert/bert-base-uncased"),
         (replace(TEXTS, ascii=False), SMALL, "FacebookAI/xlm-roberta-base"),
         (CHAT, CPU, "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        (CHAT, SMALL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
         (CHAT, LARGE, "Qwen/Qwen2.5-1.5B-Instruct"),
         (replace(CHAT, chat=False), described("A10", (8, 6), 22), "Qwen/Qwen2.5-0.5B"),
     ],
@@ -89,7 +86,6 @@ def test_length_covers_almost_all_texts(data: DataColumns, length: int) -> None:
         (replace(TEXTS, rows=50), 0.2),
         (replace(TEXTS, rows=5), None),
         (replace(TEXTS, rows=1, joined=True), 0.1),
-        (replace(CHAT, rows=1), None),
         (replace(TEXTS, held_out={"eval": "dev.csv"}), None),
     ],
 )
@@ -111,15 +107,3 @@ def test_written_text_is_the_proposed_job(data: DataColumns, model: str | None) 
     assert found.data.messages == data.keys.get("messages")
     assert found.data.chat_template == ("chatml" if data.chat and model is None else None)
     assert found.data.max_length == 128
-
-
-def test_text_of_an_invalid_job_is_refused() -> None:
-    with pytest.raises(InputError, match="max_length"):
-        job_text({"model": {"name": "x"}, "data": {"train": "x.csv", "max_length": 1}}, "")
-
-
-def test_answers_replace_the_proposal() -> None:
-    found = proposal(TEXTS, "a").with_answers(max_length=64, model="my-folder", profile="auto")
-    assert found.tables()["model"] == {"name": "my-folder"}
-    assert found.tables()["data"]["max_length"] == 64
-    assert found.commands(Path("my job.toml"))[1].startswith("hwopt plan 'my job.toml' --profile auto ")

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from hwopt.config.job import Job
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.exactness import refuse_batch_statistics
-from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.model_builder import refuse_batch_statistics
 from hwopt.tasks.registry import make_task
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
@@ -36,15 +34,6 @@ def test_batch_norm_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="1 is a BatchNorm1d"):
         refuse_batch_statistics(model)
     refuse_batch_statistics(torch.nn.Sequential(torch.nn.LayerNorm(2)))
-
-
-def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    AutoConfig.for_model("bert").save_pretrained(tmp_path)
-    job = job_of(model={"name": str(tmp_path)})
-    config = load_config(str(tmp_path), None)
-    prepared = Prepared(None, None, None, ("a", "b"))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"model\.name: .* has no weights in safetensors format, and hwopt does not"):
-        make_task(job).load_model(job, config, prepared, {})
 
 
 @pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 90}], ids=["trained", "given"])

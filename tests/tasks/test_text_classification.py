@@ -85,23 +85,17 @@ def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
 
 def test_pairs_have_token_types(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, text=["text", "second"])
+    longer = int((prepared.train.lengths > 10).sum())
     row = prepared.train.row(2)
     assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] crows fly [SEP] crows walk [SEP]"
     assert row["token_type_ids"].tolist() == [
         int(place > list(row["input_ids"]).index(3)) for place in range(len(row["input_ids"]))
     ]
-
-
-def test_longer_text_of_a_pair_is_truncated(tmp_path: Path) -> None:
-    _, _, prepared = prepare(tmp_path, text=["text", "second"], max_length=10, eval=ROWS)
-    assert prepared.train.lengths.max() == 10
-    whole = prepare(tmp_path, text=["text", "second"])[2].train.lengths
-    longer = int((whole > 10).sum())
-    assert prepared.notes == [
+    _, _, cut = prepare(tmp_path, text=["text", "second"], max_length=10, eval=ROWS)
+    assert cut.train.lengths.max() == 10
+    assert cut.notes[:2] == [
         f"truncated {longer} of 4 texts to 10 tokens",
         f"truncated {longer} of 4 texts of the evaluation data to 10 tokens",
-        "4 of 4 evaluation samples have a text that is also in the training data, such as 'the cat sat': metrics on them do not "
-        "show how the model does on new texts",
     ]
 
 
@@ -121,12 +115,7 @@ def test_text_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
         ([10, 9, 10, 2], ("2", "9", "10"), [2, 1, 2, 0]),
         (["b", "a", "B", "a"], ("B", "a", "b"), [2, 1, 0, 1]),
         ([True, False, True, True], ("false", "true"), [1, 0, 1, 1]),
-        ([1.0, 0.0, 1.0, -1.0], ("-1", "0", "1"), [2, 1, 2, 0]),
-        (["10", "9", "2.0", "2"], ("2", "2.0", "9", "10"), [3, 2, 1, 0]),
-        (["01", "1", "02", "10"], ("01", "1", "02", "10"), [0, 1, 2, 3]),
         (["01067", "1067", "1067", "01067"], ("01067", "1067"), [0, 1, 1, 0]),
-        (["1E3", "1000", "1000", "1E3"], ("1000", "1E3"), [1, 0, 0, 1]),
-        (["3.9", "3.11", "3.12", "3.9"], ("3.11", "3.12", "3.9"), [2, 0, 1, 2]),
         (["a", " a", "A", "a "], (" a", "A", "a", "a "), [2, 0, 1, 3]),
         (["10", "9", "neutral", "2"], ("10", "2", "9", "neutral"), [0, 2, 3, 1]),
     ],
@@ -152,10 +141,6 @@ def test_label_order_of_the_model_or_the_data_set_is_kept(tmp_path: Path) -> Non
     _, _, prepared = prepare(tmp_path, str(tmp_path / "folder"))
     assert prepared.label_names == ("not_same", "same")
     assert prepared.train.array("labels").tolist() == [1, 0, 1]
-    hidden = rows.map(lambda row: {"label": -1}, features=features)
-    hidden.save_to_disk(str(tmp_path / "hidden"))
-    with pytest.raises(DataError, match=r"none of its 3 rows can be used\. First one: row 1: 'label' has no label \(-1\)"):
-        prepare(tmp_path, str(tmp_path / "hidden"))
 
 
 @pytest.mark.parametrize(
@@ -191,20 +176,14 @@ def test_unknown_eval_label_and_single_class_are_refused(tmp_path: Path) -> None
     assert prepare(tmp_path, many)[2].notes == ["9 labels in 9 samples: is 'label' the right column?"]
 
 
-def test_eval_fraction_is_held_out(tmp_path: Path) -> None:
-    _, _, prepared = prepare(tmp_path, eval_fraction=0.25)
-    assert prepared.eval is not None
-    assert (len(prepared.train), len(prepared.eval)) == (3, 1)
-    with pytest.raises(DataError, match="both sides need at least one"):
-        prepare(tmp_path, eval_fraction=0.05)
-
-
 def test_label_without_an_evaluation_sample_is_named(tmp_path: Path) -> None:
     rows = [{"text": f"row {number}", "label": "no" if number % 4 else "yes"} for number in range(40)]
     balanced = prepare(tmp_path, rows, eval_fraction=0.1)[2]
     assert balanced.eval is not None
     assert sorted(balanced.eval.array("labels").tolist()) == [0, 0, 0, 1]
     assert balanced.notes == []
+    with pytest.raises(DataError, match="both sides need at least one"):
+        prepare(tmp_path, eval_fraction=0.05)
     rare = [*rows, {"text": "rare", "label": "maybe"}]
     assert prepare(tmp_path, rare, eval_fraction=0.1)[2].notes == ["the evaluation data has no sample of 'maybe'"]
 
@@ -305,23 +284,10 @@ def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> 
         assert torch.allclose(again(**tokens).logits, tuned(**padded(prepared, [0])).logits, atol=1e-6)
 
 
-def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    _, _, prepared = prepare(tmp_path)
-    prepared.tokenizer.save_pretrained(tmp_path / "own")
-    data = {"train": str(tmp_path / "train.jsonl")}
-    job = Job.model_validate({"model": {"config": {**BERT, "vocab_size": 20}, "tokenizer": str(tmp_path / "own")}, "data": data})
-    task = make_task(job)
-    prepared = task.prepare(job, load_config(None, job.model.config), tmp_path / "cache", 0)
-    with pytest.raises(InputError, match=r"model\.tokenizer: has \d+ tokens, but the model has 20 embeddings"):
-        load(job, task, prepared)
-
-
-LOOK_ALIKE = ["Yes", "yes", "no", " no", "caf\u00e9", "cafe\u0301"]
-
-
 def test_labels_that_look_alike_and_repeated_rows_are_named(tmp_path: Path) -> None:
-    rows = [{"text": f"text {n}", "text2": "", "label": label} for n, label in enumerate(LOOK_ALIKE)]
-    _, _, prepared = prepare(tmp_path, rows, eval=[*rows[:2], {**rows[0], "text": "new"}], text=["text"])
+    labels = ["Yes", "yes", "no", " no", "caf\u00e9", "cafe\u0301"]
+    rows = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]
+    _, _, prepared = prepare(tmp_path, rows, eval=[*rows[:2], {**rows[0], "text": "new"}])
     said = "\n".join(prepared.notes)
     assert "labels that differ by case, blanks or Unicode form only: " in said
     assert "'Yes' and 'yes'" in said

@@ -18,7 +18,7 @@ from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
-from hwopt.tasks.tagged_words import first_tokens, tokens_of_words
+from hwopt.tasks.tagged_words import tokens_of_words
 
 ROWS = [
     {"tokens": ["Anna", "lives", "in", "Oslo"], "tags": ["B-PER", "O", "O", "B-LOC"]},
@@ -83,11 +83,6 @@ def test_every_word_of_a_byte_level_tokenizer_has_its_first_token(prefix: bool, 
             begin = first.index(word)
             end = next((place for place in range(begin + 1, len(first)) if first[place] != IGNORED), len(first))
             assert tokenizer.decode(tokens[begin:end]).strip() == text
-
-
-def test_tokens_that_include_the_space_before_a_word_belong_to_it() -> None:
-    assert first_tokens(["ab", "c"], [(0, 0), (0, 2), (2, 4), (0, 0)]) == [IGNORED, 0, 1, IGNORED]
-    assert first_tokens(["ab", "c"], [(0, 1), (1, 2), (2, 3), (3, 4)]) == [0, IGNORED, IGNORED, 1]
 
 
 def test_tags_may_be_numbers_of_a_data_set(tmp_path: Path) -> None:
