@@ -1,9 +1,8 @@
 """Data parallel: every rank holds the whole model; gradients are reduced once a step, after every rank has computed its own.
 
 DistributedDataParallel reduces inside the last backward pass, which cannot be retried: if a rank runs out of memory there, the
-others wait without end. This engine reduces nothing before every rank has reported, over a gloo group, that its gradients are
-complete. Until then a rank can drop its gradients and retry. A rank that fails reports its exit code, and all ranks stop.
-The cost: the reduction does not overlap with the backward pass, which is not measured here yet (docs/memory.md).
+others wait without end. Here every rank first reports over a gloo group that its gradients are complete; until then it may retry.
+The cost: the reduction does not overlap with the backward pass (docs/memory.md).
 Source: Li et al. 2020, PyTorch Distributed (arXiv:2006.15704), for the buckets.
 """
 
@@ -46,10 +45,7 @@ class DataParallelEngine(Engine):
 
     @contextmanager
     def synchronized(self, backoff: OomBackoff) -> Iterator[None]:
-        """A block that each rank runs alone. After it, all ranks have succeeded, or all raise.
-
-        A rank that failed raises its own error, the others raise `error_of_rank`.
-        """
+        """A block that each rank runs alone. After it all ranks have succeeded, or all raise their error or `error_of_rank`."""
         try:
             yield
         except Exception as error:
@@ -66,13 +62,9 @@ class DataParallelEngine(Engine):
                 raise error_of_rank(code, rank)
 
     def vote(self, code: int, backoff: OomBackoff) -> list[int]:
-        """The exit code of every rank (0: success). Waits for all ranks.
-
-        Also exchanges the out-of-memory back-off, and which parameters have a gradient on any rank.
-        """
-        own_vote = torch.tensor(
-            [code, backoff.oom_count, backoff.rung, *(p.grad is not None for p in self.trained)], dtype=torch.int32
-        )
+        """The exit code of every rank (0: success). Also exchanges the back-off, and which parameters have a gradient."""
+        has_gradient = (p.grad is not None for p in self.trained)
+        own_vote = torch.tensor([code, backoff.oom_count, backoff.rung, *has_gradient], dtype=torch.int32)
         votes = [torch.empty_like(own_vote) for _ in range(self.run.world_size)]
         dist.all_gather(votes, own_vote, group=self.cpu_group)
         self.has_gradient = torch.stack(votes)[:, 3:].amax(dim=0)

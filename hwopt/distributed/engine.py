@@ -71,8 +71,8 @@ class Engine:
     def init_state(self, force: bool = False) -> None:
         """Create the optimizer's state before step 1, so that the first update cannot run out of memory.
 
-        With `found_inf` set the update is skipped, which changes no bit. Other optimizers create their state in step 1. With
-        `force` they create it here in a step with zero gradients; the caller must then overwrite the weights and the state.
+        With `found_inf` set the update is skipped, which changes no bit. Other optimizers do so only with `force`, in a step with
+        zero gradients; the caller must then overwrite the weights and the state.
         """
         if not self.takes_found_inf and not force:
             return
@@ -94,10 +94,7 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
-        """Backward of `loss`, a sum. `loss_weight` is 1 / the number of units in the whole step over all ranks.
-
-        `last`: whether no other micro-batch of the step follows. Wrappers reduce gradients then.
-        """
+        """Backward of `loss`, a sum. `loss_weight`: 1 / units of the step over all ranks. `last`: of its micro-batches."""
         self.set_factor(loss_weight, loss.dtype)
         loss.backward(gradient=self.factor)
 
@@ -138,10 +135,7 @@ class Engine:
         return self.run.inner_model
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Name -> copy of each trained parameter, unsharded and in the precision that is trained. All ranks call it.
-
-        Empty except on the first rank. `copy` returns a copy that later steps do not change.
-        """
+        """Name -> `copy` of each trained parameter, unsharded; empty except on the first rank. All ranks call it."""
         copies = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             value = self.unshard(parameter)
@@ -173,18 +167,12 @@ class Engine:
         return torch.Size(parameter.shape)
 
     def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The state that the next steps depend on: weights, optimizer state by name, loss scale. All ranks call it.
-
-        It does not depend on the number of ranks. Only the first rank has tensors, made by `copy`.
-        """
+        """The state that the next steps need, on any number of ranks; only the first rank has tensors. All ranks call it."""
         state = {"parameters": self.snapshot(copy), "optimizer": self.optimizer_state(copy)}
         return state if self.scaler is None else state | {"scaler": self.scaler.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` saved after step `run.step`. All ranks call it.
-
-        Raises ValueError if it belongs to another model or another optimizer.
-        """
+        """Restore the `state` saved after step `run.step`. All ranks call it. Raises ValueError if it is that of another run."""
         self.load_optimizer_state(state["optimizer"])
         self.restore(state["parameters"])
         if self.masters is not None:
@@ -198,20 +186,14 @@ class Engine:
         """The optimizer's class name, its state by parameter name, and the numbers of its groups that steps change."""
         states: dict[str, Any] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            states[name] = map_tensors(
-                copy, {key: self.unshard(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
-            )
-        groups = [
-            {key: value for key, value in group.items() if changed_by_steps(key, value)} for group in self.optimizer.param_groups
-        ]
+            own = self.optimizer.state.get(parameter, {})
+            states[name] = map_tensors(copy, {key: self.unshard(value) for key, value in own.items()})
+        groups = [dict(filter(changed_by_steps, group.items())) for group in self.optimizer.param_groups]
         return {"class": type(self.optimizer).__name__, "states": states, "groups": groups}
 
     @torch.no_grad()
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `optimizer_state`. The optimizer first creates its own state, which is then overwritten.
-
-        Raises ValueError if the state belongs to another optimizer.
-        """
+        """Overwrite the state that the optimizer first creates. Raises ValueError for a state of another optimizer."""
         self.init_state(force=True)
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state["states"].get(name)
@@ -263,10 +245,7 @@ class Engine:
         return self.found_inf == 0
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """(name, gradient) of every trained parameter that has one: whole on every rank, unscaled in the event `gradients`.
-
-        Engines without `whole_gradients` do not support it.
-        """
+        """(name, gradient) of every trained parameter that has one: whole on every rank, unscaled in the event `on_gradients`."""
         assert self.whole_gradients, f"{type(self).__name__} has no whole gradients"
         return [(name, p.grad) for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
@@ -304,6 +283,6 @@ JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")
 """Keys of a parameter group that come from the job; no step changes them."""
 
 
-def changed_by_steps(key: str, value: Any) -> bool:
-    """Whether a key of a parameter group is a number that steps change."""
-    return key not in JOB_KEYS and isinstance(value, (int, float)) and not isinstance(value, bool)
+def changed_by_steps(item: tuple[str, Any]) -> bool:
+    """Whether a (key, value) of a parameter group is a number that steps change."""
+    return item[0] not in JOB_KEYS and type(item[1]) in (int, float)

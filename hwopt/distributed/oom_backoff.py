@@ -25,15 +25,7 @@ QUIET_BATCHES = 20
 MAX_RUNG = 20
 """More than any number of rows needs."""
 
-STATE = (
-    "rung",
-    "steps_since_oom",
-    "quiet_steps_needed",
-    "probation",
-    "fitting_tokens",
-    "oom_count",
-    "resorts_used",
-)
+STATE = ("rung", "steps_since_oom", "quiet_steps_needed", "probation", "fitting_tokens", "oom_count", "resorts_used")
 """What a checkpoint holds."""
 
 
@@ -79,18 +71,12 @@ class OomBackoff:
             self.warn(f"{self.what} ran out of memory before the checkpoint: micro-batches have 1/{2**self.rung} of the rows")
 
     def rung_for(self, largest: Callable[[int], int]) -> int:
-        """The rung for a batch; `largest` returns the tokens of its largest micro-batch at a rung.
-
-        It is coarser than `rung` if micro-batches as large have fitted.
-        """
+        """The rung for a batch; coarser than `rung` if micro-batches of `largest(rung)` tokens have fitted."""
         coarser = (rung for rung in range(self.rung) if largest(rung) <= self.fitting_tokens)
         return next(coarser, self.rung)
 
     def reduce(self, finest_rung: int, where: str, reason: str, tried: int | None = None) -> None:
-        """Go to the next rung after `tried` (default: `rung`) did not fit.
-
-        Raises DoesNotFitError if every micro-batch is a single row already and nothing else helps.
-        """
+        """Go to the next rung after `tried` (default: `rung`) did not fit. Raises DoesNotFitError if single rows do not."""
         tried = self.rung if tried is None else tried
         self.oom_count += 1
         self.fitting_tokens = 0
@@ -125,10 +111,9 @@ class OomBackoff:
             self.reduce(finest_rung, where, reason)
 
     def batch_succeeded(self, rung: int, tokens: int) -> None:
-        """Count a batch of evaluation or inference that fitted at `rung`.
+        """Count a batch of evaluation that fitted at `rung`; `tokens`: of its largest micro-batch.
 
-        `tokens`: those of its largest micro-batch. A batch at a coarser rung than `self.rung` says
-        nothing about larger ones: it does not count as a quiet step.
+        A batch at a coarser rung than `self.rung` says nothing about larger ones: it does not count as a quiet step.
         """
         if self.rung:
             self.fitting_tokens = max(self.fitting_tokens, tokens)

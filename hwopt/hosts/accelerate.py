@@ -1,12 +1,4 @@
-"""`Accelerator`: Accelerate's, whose `prepare()` also applies a plan to the model and the optimizer.
-
-    from hwopt import Accelerator                             # instead of: from accelerate import Accelerator
-
-    accelerator = Accelerator()                               # or Accelerator(profile="rtx3090_24gb", additive="rows")
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-`accumulate()`, `backward()` and checkpoints stay Accelerate's.
-"""
+"""`Accelerator`: Accelerate's, whose `prepare()` also applies a plan to the model and the optimizer (docs/your-script.md)."""
 
 from __future__ import annotations
 
@@ -113,10 +105,7 @@ class Accelerator(accelerate.Accelerator):
         return self._prepared().micro_batches(batch)
 
     def accumulate_batch(self, batch: Batch, loss: Any) -> torch.Tensor:
-        """The loss of `batch` with its gradients accumulated, repeated in smaller parts if memory runs out.
-
-        `loss`: inputs -> the loss. As `hwopt.Session.accumulate`, with this object's `backward`.
-        """
+        """As `Session.accumulate`, with this object's `backward`. `loss`: inputs -> the loss."""
         return self._prepared().accumulate(batch, loss, self.backward)
 
     def end_training(self) -> None:
@@ -128,15 +117,10 @@ class Accelerator(accelerate.Accelerator):
 
 
 def as_planned(optimizer: torch.optim.Optimizer, session: Session) -> None:
-    """Let the script's optimizer use the kernels of the plan's one, if both are of one class; else leave that plugin out.
-
-    The object stays the script's: its schedulers hold it.
-    """
-    make = session.run.recipe.optimizer
-    if make is None:
+    """Let the script's optimizer, which its schedulers hold, use the kernels of the plan's one if both are of one class."""
+    if (make := session.run.recipe.optimizer) is None:
         return
-    device = session.run.device
-    sample = make(with_defaults([torch.nn.Parameter(torch.zeros(1, device=device))], {}))
+    sample = make(with_defaults([torch.nn.Parameter(torch.zeros(1, device=session.run.device))], {}))
     if type(sample) is type(optimizer) and not optimizer.state:
         for key in ("fused", "foreach"):
             for group in (optimizer.defaults, *optimizer.param_groups):

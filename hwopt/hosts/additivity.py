@@ -1,8 +1,7 @@
 """How the loss of a step adds up from its micro-batches: only for losses on a closed list, which the tests verify.
 
-A wrong answer would train something else without a word, so that everything that is not on the list is not split: losses
-over pairs of rows, batch statistics, noise that depends on the padded width, losses of other people's classes. Whoever
-knows better says it (`additive`).
+A wrong answer would train something else without a word, so a loss that is not on the list is not split unless the user says
+how it adds up (`additive`).
 """
 
 from __future__ import annotations
@@ -42,25 +41,15 @@ MEANS: dict[str, Law] = {
     "ForConditionalGeneration": "labels",
 }
 """End of a class of transformers -> what its loss is a mean over if it takes no count. The last one: encoder-decoders only."""
-COUNTED = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForConditionalGeneration",
-    "ForMaskedLM",
-    "ForTokenClassification",
-    "ForImageClassification",
-)
+COUNTED: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+COUNTED += ("ForTokenClassification", "ForImageClassification")
 """Heads whose loss is divided by `num_items_in_batch` if `self.loss_function` computes it with `**kwargs`."""
 TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer")
 """Classes whose `compute_loss` returns the model's loss."""
 STEP = ("training_step", "get_batch_samples", "_inner_training_loop")
 """Methods of a Trainer that a step is made of."""
-PAIR_LOSSES = frozenset(
-    {
-        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
-        *("discopop", "sigmoid_norm"),
-    }
-)
+PAIR_LOSSES = {"sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
+PAIR_LOSSES |= {"discopop", "sigmoid_norm"}
 """Values of DPOConfig.loss_type that are a mean over pairs. "sft" is a mean over tokens; "aot" sorts the pairs of a batch."""
 
 

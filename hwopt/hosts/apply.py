@@ -1,9 +1,4 @@
-"""`apply`: puts single plugins on a model, for a loop that uses nothing else of hwopt.
-
-applied = hwopt.apply(model, ["fused_loss", "checkpointing"])
-...
-applied.undo()
-"""
+"""`apply`: puts single plugins on a model, for a loop that uses nothing else of hwopt."""
 
 from __future__ import annotations
 

@@ -19,17 +19,10 @@ Batch = Mapping[str, Any]
 Cut = Callable[[Sequence[int], int], Iterable[Sequence[int]]]
 """(lengths, most rows) -> the rows of each micro-batch, as `recipe.cut`."""
 
-PADDING = {
-    "attention_mask": 0,
-    "token_type_ids": 0,
-    "labels": -100,
-    "decoder_attention_mask": 0,
-    "completion_mask": 0,
-    "assistant_masks": 0,
-}
+PADDING = dict.fromkeys(
+    ("attention_mask", "token_type_ids", "decoder_attention_mask", "completion_mask", "assistant_masks"), 0
+) | {"labels": -100}
 """Key of a batch -> the value that pads it on the right. With `input_ids`, these are cut to the tokens of a micro-batch."""
-
-
 HALVES = ("input_ids", "attention_mask", "completion_mask")
 """Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
 
@@ -58,9 +51,6 @@ def rows_of(batch: Any) -> int | None:
     if not isinstance(batch, Mapping):
         return None
     counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
-    counts |= {
-        value.shape[0] for key, value in batch.items() if key in ("input_ids", "labels", "pixel_values") and value is not None
-    }
     return counts.pop() if len(counts) == 1 and -1 not in counts else None
 
 
@@ -79,10 +69,15 @@ def lengths_of(batch: Batch) -> list[int]:
     return lengths
 
 
+def labels_of(batch: Batch, shifted: bool) -> list[int]:
+    """The labels of each row that count in the loss. `shifted`: the first column predicts nothing."""
+    labels = batch["labels"].flatten(1) if batch["labels"].ndim > 1 else batch["labels"][:, None]
+    counts: list[int] = (labels[:, 1:] if shifted and labels.shape[1] > 1 else labels).ne(-100).sum(1).tolist()
+    return counts
+
+
 def labels_in(batch: Batch, shifted: bool) -> int:
-    """The labels of `batch` that count in its loss. `shifted`: the first column predicts nothing."""
-    labels = batch["labels"]
-    return int((labels[:, 1:] if shifted else labels).ne(-100).sum())
+    return sum(labels_of(batch, shifted))
 
 
 def micro_batches(
@@ -98,10 +93,8 @@ def micro_batches(
 ) -> list[CollatedPart]:
     """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
 
-    `shifted`: the label of a row's first column does not count, as in a causal language model. `pad_id`: the token
-    that pads `input_ids`. `pairs`: the batches hold chosen and then rejected rows, and the rows that are split are
-    pairs. Batches are joined where that leaves every weight as it is and the padding is known. Batches with values
-    that are not one per row stay whole.
+    `pad_id`: the token that pads `input_ids`. `shifted`: the label of a row's first column does not count. `pairs`: chosen and
+    then rejected rows, which are split as pairs. Batches with values that are not one per row stay whole.
     """
     if pairs:
         parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id)

@@ -85,7 +85,8 @@ def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterat
         wrong = args.tf32 and matmul != "tf32"
         yield "tf32", "inactive" if wrong else "active", f"matmul {matmul}, {seen.matmul_dtypes.get('float', 0)} matmuls in fp32"
     if getattr(args, "use_liger_kernel", False):
-        own = sorted({type(each).__name__ for each in model.modules() if from_liger(each)})
+        places = ((each, type(each).__module__ + getattr(each.forward, "__module__", "")) for each in model.modules())
+        own = sorted({type(each).__name__ for each, place in places if "liger_kernel" in place})
         yield "use_liger_kernel", "active" if own else "inactive", f"modules of Liger: {listing(own) if own else 'none'}"
 
 
@@ -127,7 +128,8 @@ def checkpointing(args: Any, seen: Observation) -> Finding:
     """The modules inside a layer that is recomputed are called twice for each call of the model."""
     asked = bool(getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False))
     calls = seen.forward_calls
-    layers = [name for name in calls if name.rpartition(".")[2].isdigit() and not inside_layer(name)]
+    numbered = [(name, [part.isdigit() for part in name.split(".")]) for name in calls]
+    layers = [name for name, digits in numbered if digits[-1] and not any(digits[:-1])]
     most = {layer: max(count for name, count in calls.items() if f"{name}.".startswith(f"{layer}.")) for layer in layers}
     once = [layer for layer in layers if most[layer] <= calls.get("", 0)]
     if not layers:
@@ -138,11 +140,6 @@ def checkpointing(args: Any, seen: Observation) -> Finding:
     return "checkpointing", "active" if asked else "off", said
 
 
-def inside_layer(name: str) -> bool:
-    """Whether the module called `name` is a part of a numbered module."""
-    return any(part.isdigit() for part in name.split(".")[:-1])
-
-
 def compilation(args: Any, model: Any, seen: Observation) -> Finding:
     asked = bool(getattr(args, "torch_compile", False))
     graphs = seen.calls(*GRAPHS)
@@ -151,7 +148,3 @@ def compilation(args: Any, model: Any, seen: Observation) -> Finding:
     if not asked:
         return "compile", "off", said
     return "compile", "active" if graphs else "inactive", said
-
-
-def from_liger(module: Any) -> bool:
-    return "liger_kernel" in (type(module).__module__ + getattr(module.forward, "__module__", ""))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from typing import Any
 
 import torch
 
 from hwopt.errors import InputError
-from hwopt.text import listing
 
 TRAINER_LACKS = {
     "training": "the hyperparameters are those of your arguments",
@@ -129,12 +127,7 @@ def refuse_old_versions() -> None:
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, requires("hwopt") or ()):
-        if requirement.name not in ("transformers", "accelerate", "trl") or requirement.extras:
-            continue
-        oldest = [each for each in requirement.specifier if each.operator == ">="]
-        with suppress(PackageNotFoundError):
-            found = version(requirement.name)
-            if not all(each.contains(found, prereleases=True) for each in oldest):
-                raise InputError(
-                    f"{requirement.name} {found} is too old: hwopt needs {listing([str(each) for each in oldest])}. Upgrade it"
-                )
+        if requirement.name in ("transformers", "accelerate", "trl"):
+            found, oldest = version(requirement.name), next(each for each in requirement.specifier if each.operator == ">=")
+            if not oldest.contains(found, prereleases=True):
+                raise InputError(f"{requirement.name} {found} is too old: hwopt needs {oldest}. Upgrade it")

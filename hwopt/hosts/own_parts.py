@@ -1,7 +1,7 @@
-"""A user's own module, dataset, collator and loss as a task: what `hwopt.train(profile, model=module, …)` gives to hwopt's loop.
+"""A user's own module, dataset, collator and loss as a task of hwopt's loop.
 
-A micro-batch is collated once, in a worker, with random numbers that depend on its step. After an out-of-memory error its
-rows are sliced, so that random masks and augmentations stay; so they do in a resumed run.
+A micro-batch is collated once, in a worker, with random numbers that depend on its step, and sliced after an out-of-memory error:
+random masks and augmentations stay, also in a resumed run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, shifts_labels
-from hwopt.hosts.collated import lengths_of, rows_of, sliced
+from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
 from hwopt.tasks.model_builder import refuse_batch_statistics
@@ -36,28 +36,23 @@ from hwopt.training.randomness import mix
 
 PROBED_ROWS = 4
 """Rows whose losses are compared with the loss of all of them before the training."""
-MEANS = {
-    "rows": "a mean over rows",
-    "labels": "a mean over the labels that are not -100",
-    "sum": "a sum over rows",
-}
+MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are not -100", "sum": "a sum over rows"}
 """Value of `additive` -> what it says of the loss of a batch."""
 
 
 @contextmanager
 def seeded(*place: int) -> Iterator[None]:
     """A block in which random, numpy and torch draw numbers that depend on `place` alone; afterwards they go on as before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = mix(*place)
+    states, seed = (random.getstate(), np.random.get_state()), mix(*place)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class OwnStore:
@@ -137,7 +132,7 @@ class OwnCollate(Collate):
             own = lengths_of(batch)
             parts.append(Part(0, len(lengths), len(group), max(own)))
             lengths += own
-            units += labels_of(batch, self.shifted) if self.law == "labels" else [1.0] * len(group)
+            units += map(float, labels_of(batch, self.shifted)) if self.law == "labels" else [1.0] * len(group)
             batches.append(batch)
         order = [row for group in groups for row in group]
         if self.law == "labels":
@@ -157,14 +152,6 @@ def checked(batch: Any, rows: int) -> dict[str, torch.Tensor]:
             f"{type(batch).__name__} {shapes}. Return a dict, and leave out what has no entry for each row"
         )
     return dict(batch)
-
-
-def labels_of(batch: Mapping[str, torch.Tensor], shifted: bool) -> list[float]:
-    """The labels that are not -100 of each row. `shifted`: the first column predicts nothing."""
-    if "labels" not in batch:
-        raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
-    labels = batch["labels"].flatten(1) if batch["labels"].ndim > 1 else batch["labels"][:, None]
-    return (labels[:, 1:] if shifted and labels.shape[1] > 1 else labels).ne(-100).sum(1).double().tolist()
 
 
 class OwnMetrics(LossMetrics):
@@ -242,11 +229,7 @@ class OwnTask(Task):
         return self.model
 
     def collate(self) -> Any:
-        def make(**settings: Any) -> OwnCollate:
-            own = {name: getattr(self, name) for name in ("collate_fn", "law", "shifted", "unread", "seed")}
-            return OwnCollate(**settings, **own)
-
-        return make
+        return partial(OwnCollate, **{name: getattr(self, name) for name in ("collate_fn", "law", "shifted", "unread", "seed")})
 
     def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
         if self.own_loss is not None:
@@ -259,7 +242,7 @@ class OwnTask(Task):
         loss, rows = self.loss_of(outputs, targets).float(), rows_of(targets) or 1
         if self.law == "sum":
             return loss, rows
-        count = rows if self.law == "rows" else int(sum(labels_of(targets, self.shifted)))
+        count = rows if self.law == "rows" else labels_in(targets, self.shifted)
         return loss * count, count
 
     def training_loss(self, prepared: Prepared, device: Any) -> Any:
@@ -279,6 +262,8 @@ class OwnTask(Task):
         rows = min(PROBED_ROWS, len(dataset))
         with seeded(self.seed):
             batch = checked(self.collate_fn([dataset[index] for index in range(rows)]), rows)
+        if additive == "labels" and "labels" not in batch:
+            raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
         if self.own_loss is not None:
             taken = inspect.signature(self.model.forward).parameters
             takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
@@ -296,7 +281,7 @@ class OwnTask(Task):
             parts = [sliced(batch, [row], width) for row, width in enumerate(lengths_of(batch))]
             losses = [loss_of(part) for part in parts]
         self.model.train(training)
-        labels = [sum(labels_of(part, self.shifted)) for part in parts] if "labels" in batch else [1.0] * rows
+        labels = [labels_in(part, self.shifted) for part in parts] if "labels" in batch else [1] * rows
         weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True)) / (sum(labels) or 1)
         expected = {"rows": sum(losses) / rows, "labels": weighted, "sum": sum(losses)}
         near = [law for law in LAWS if abs(expected[law] - whole) <= 1e-3 * abs(whole) + 1e-6]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hwopt.errors import HwoptError, InputError
-from hwopt.hosts.forecast import job_with
+from hwopt.hosts.forecast import Fit, job_with
 from hwopt.hosts.limits import OWN_PARTS_LACK, refuse_half_weights, refuse_prepared
 from hwopt.hosts.own_parts import OwnTask
 from hwopt.hosts.script_plan import Script, plan_for, task_of
@@ -58,8 +58,7 @@ def train_own(
         model, profile, Script(rows, rows, dict(training or {}), lacks=OWN_PARTS_LACK, world_size=world), plugins or {}, strict
     )
     refuse_half_weights(model, found.plan)
-    parts = (model, train_dataset, eval_dataset, collate_fn, loss, metrics, additive)
-    task = OwnTask(*parts, seed=found.plan.training.seed)
+    task = OwnTask(model, train_dataset, eval_dataset, collate_fn, loss, metrics, additive, found.plan.training.seed)
     target = target or Target()
     target.require_usable()
     name = f"{type(model).__name__}-{found.plan.profile.name}"
@@ -97,5 +96,4 @@ def memory_line(plan: Plan, task: OwnTask) -> str:
         memory = plan_memory(replace(plan, job=job_with(config, task_of(task.model)).job), cache_folder(), lengths)
     except HwoptError as error:
         return f"memory: UNKNOWN: {error}"
-    fits = {True: "fits", False: "does not fit", None: "UNKNOWN"}[memory.fits]
-    return f"memory: {fits}: {memory.highest_gib:.2f} GiB, {memory.rows} x {memory.width} tokens, {memory.tier}"
+    return f"memory: {Fit(memory.fits, f'{memory.highest_gib:.2f} GiB, {memory.rows} x {memory.width} tokens, {memory.tier}')}"

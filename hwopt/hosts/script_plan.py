@@ -1,8 +1,4 @@
-"""A plan for a model and arguments that a script of the user's has, instead of for a job file.
-
-What the script sets itself wins over the profile. A plugin that writes a field of the recipe which the host cannot take is
-skipped, with the reason.
-"""
+"""A plan for a model and arguments of a script, instead of for a job file. What the script sets itself wins over the profile."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +14,7 @@ from pydantic import ValidationError
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
-from hwopt.config.profile import DataDefaults, Profile
+from hwopt.config.profile import DataDefaults
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
@@ -79,6 +75,17 @@ class ScriptPlan:
         yield from plan.notes
 
 
+@contextmanager
+def words_of_python() -> Iterator[None]:
+    """A block whose errors name arguments of a function, not options of the command line."""
+    try:
+        yield
+    except InputError as error:
+        text = re.sub(r"^--set: ", "", str(error), flags=re.MULTILINE)
+        raise InputError(re.sub(r"--profile (?=')", "profile ", text)) from error
+
+
+@words_of_python()
 def plan_for(
     model: Any,
     profile: str,
@@ -93,34 +100,16 @@ def plan_for(
     Raises InputError and PluginError as `hwopt.api.resolve` does; with `strict` also for every fallback and skip, and for a
     setting of the script that the profile contradicts.
     """
-    with words_of_python():
-        return plan_of(model, profile, script, tables, strict, hardware)
-
-
-@contextmanager
-def words_of_python() -> Iterator[None]:
-    """A block whose errors name arguments of a function, not options of the command line."""
-    try:
-        yield
-    except InputError as error:
-        text = re.sub(r"^--set: ", "", str(error), flags=re.MULTILINE)
-        raise InputError(re.sub(r"--profile (?=')", "profile ", text)) from error
-
-
-def plan_of(
-    model: Any, profile: str, script: Script, tables: Mapping[str, Any], strict: bool, hardware: Hardware | None
-) -> ScriptPlan:
-    """`plan_for`, with the command line's words in its errors."""
     inputs = Inputs()
     hardware = hardware or detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
-    chosen, why = (profile, "")
+    why: tuple[str, ...] = ()
     if profile == "auto":
         found = auto_profile.choose(hardware, inputs)
-        chosen, why = found.nearest.name, found.reason  # the script gives the rows
+        profile, why = found.nearest.name, (f"profile auto: {found.reason}",)  # the script gives the rows
     asked = list(assignments_of(tables))
-    before = inputs.profile(chosen, asked).content.plugins
+    before = inputs.profile(profile, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)
     if strict and wins:
         raise InputError(f"strict: {wins[0]}. Change one of the two")
@@ -128,8 +117,10 @@ def plan_of(
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     facts = facts_of_model(model)
+    final = inputs.profile(profile, [*asked, *own, *sizes_of(script)])
     plan = resolve(
-        without_data(inputs.profile(chosen, [*asked, *own, *sizes_of(script)])),
+        # without defaults for data, such as max_length: the script's data are the script's
+        replace(final, content=final.content.model_copy(update={"data": DataDefaults()})),
         with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
         job,
         inputs.registry,
@@ -139,12 +130,7 @@ def plan_of(
         strict=strict,
         lacking=script.lacks,
     )
-    return ScriptPlan(plan, (*((f"profile auto: {why}",) if why else ()), *wins))
-
-
-def without_data(profile: Profile) -> Profile:
-    """`profile` without its defaults for data, such as `max_length`: the script's data are the script's."""
-    return replace(profile, content=profile.content.model_copy(update={"data": DataDefaults()}))
+    return ScriptPlan(plan, (*why, *wins))
 
 
 def task_of(model: Any) -> str:
@@ -245,8 +231,7 @@ def own_options(
 
 def accepted(plugin: Any, options: Mapping[str, Any]) -> bool:
     """Whether `plugin` takes these options."""
-    try:
+    with suppress(ValidationError):
         plugin.Options(**options)
-    except ValidationError:
-        return False
-    return True
+        return True
+    return False

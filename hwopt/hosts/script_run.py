@@ -17,11 +17,11 @@ from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.planning.parts import without
 from hwopt.planning.plan import Plan
-from hwopt.plugin import BatchSizes, Observation
+from hwopt.plugin import Observation
 from hwopt.plugin.guard import guarded_context
-from hwopt.plugin.recipe import Recipe
 from hwopt.training import evidence
 from hwopt.training.listener import Listener
+from hwopt.training.run import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Loader:
         return getattr(self._loader, name)
 
 
-class ScriptRun:
+class ScriptRun(PlannedRun):
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
     forward_backward: ClassVar[None] = None
@@ -127,22 +127,6 @@ class ScriptRun:
         self.observing: Any = None
 
     @property
-    def recipe(self) -> Recipe:
-        return self.plan.recipe
-
-    @property
-    def training(self) -> Any:
-        return self.plan.training
-
-    @property
-    def batch(self) -> BatchSizes:
-        return self.plan.batch
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
     def parameter_names(self) -> list[str]:
         return self.engine.names
 
@@ -161,12 +145,6 @@ class ScriptRun:
     @property
     def loss(self) -> Any:
         raise NotImplementedError("the loss is the script's")
-
-    def say(self, message: str) -> None:
-        self.listener.on_message(self, message)
-
-    def warn(self, message: str) -> None:
-        self.listener.on_warning(self, message)
 
     @contextmanager
     def process(self) -> Iterator[None]:

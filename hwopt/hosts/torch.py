@@ -1,12 +1,4 @@
-"""`session`: a plan in a bare loop of torch, or of Fabric.
-
-    with hwopt.session("rtx3090_24gb", model, rows=32, additive="rows") as session:
-        optimizer = session.optimizer(model.parameters(), lr=2e-5)
-        for batch in loader:
-            for micro in session.micro_batches(batch):
-                (model(**micro.inputs).loss * micro.weight).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+"""`session`: a plan in a bare loop of torch, or of Fabric (docs/your-script.md).
 
 The step ends with `optimizer.step()`. At the end of the block the process and the model's forward method are as before it; what
 the plan did to the model itself (checkpointing, compilation) stays.
@@ -25,6 +17,7 @@ import torch
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import LAWS, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
@@ -34,7 +27,6 @@ from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
-from hwopt.training.memory_pressure import free_memory
 
 
 class Session:
@@ -42,7 +34,7 @@ class Session:
 
     def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.additive = additive
+        self.model, self.additive = model, additive
         self.run = ScriptRun(found.plan, device, Path(), listener, rank)
         self.run.train_loader = Loader((), 1)  # the script's own is not seen
         self.stack = ExitStack()
@@ -53,7 +45,15 @@ class Session:
         self.parts: list[CollatedPart] = []
         self.in_step = False
 
-    # the objects of the plan
+    def __enter__(self) -> Session:
+        model = self.apply_to(self.model)
+        if self.run.recipe.accelerator.get("mixed_precision") == "bf16":
+            self.stack.callback(setattr, model, "forward", model.forward)
+            model.forward = functools.wraps(model.forward)(torch.autocast(self.run.device.type, torch.bfloat16)(model.forward))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)
 
     def apply_to(self, model: Any) -> Any:
         """`model` after the plan's model steps; the process has the plan's kernels until `close`."""
@@ -77,13 +77,8 @@ class Session:
             step(self.run)
         self.stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
 
-    # a step
-
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
-        """The parts of `batch` (key -> tensor, one entry a row), by length; each loss is to be multiplied by its `weight`.
-
-        The whole batch, with weight 1, if `additive` was not given.
-        """
+        """The parts of `batch` by length; each loss is to be multiplied by its `weight`. The whole batch without `additive`."""
         if not self.additive:
             parts = [CollatedPart(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
         else:
@@ -127,7 +122,7 @@ class Session:
             for parameter in trained:
                 parameter.grad = None
             del self.parts[before:]
-            free_memory(self.run.device)
+            release_unused_memory()
             self.backoff.reduce((rows_of(batch) or 1).bit_length(), f"at step {self.run.step + 1}", reason)
 
     def begin_step(self) -> None:
@@ -164,45 +159,25 @@ def planned(
     return plan_for(model, profile, own, plugins, strict)
 
 
-class session:
-    """A block with the plan of `profile` for `model` and a loop whose steps have `rows` rows. Gives a `Session`.
+def session(
+    profile: str,
+    model: Any,
+    *,
+    rows: int,
+    additive: str | None = None,
+    strict: bool = False,
+    listener: Listener | None = None,
+    **plugins: Any,
+) -> Session:
+    """A block with the plan of `profile` for `model` and a loop whose steps have `rows` rows.
 
     `additive`: how the loss of a batch adds up from its rows: "rows" (a mean over rows), "labels" (a mean over labels that are
     not -100) or "sum"; None: batches stay whole. With `strict`, an error for each plugin that is not applied. `plugins`:
     plugin -> its options, or False to leave it out. fp16 is left to loops with a loss scaler: see `hwopt.Accelerator`.
     """
-
-    def __init__(
-        self,
-        profile: str,
-        model: Any,
-        *,
-        rows: int,
-        additive: str | None = None,
-        strict: bool = False,
-        listener: Listener | None = None,
-        **plugins: Any,
-    ) -> None:
-        lacks = {"accelerator['mixed_precision']": FP16} if chooses_fp16(profile, model, rows, plugins) else {}
-        found = planned(profile, model, rows, additive, plugins, strict, lacks=lacks)
-        self.session = Session(found, model, additive, listener or Listener())
-        self.model = model
-
-    def __enter__(self) -> Session:
-        session, model = self.session, self.session.apply_to(self.model)
-        if session.run.recipe.accelerator.get("mixed_precision") == "bf16":
-            session.stack.callback(setattr, model, "forward", model.forward)
-            model.forward = functools.wraps(model.forward)(torch.autocast(session.run.device.type, torch.bfloat16)(model.forward))
-        return session
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.session.close(error)
+    precision = planned(profile, model, rows, None, plugins, strict=False).plan.recipe.accelerator.get("mixed_precision")
+    lacks = {"accelerator['mixed_precision']": FP16} if precision == "fp16" else {}
+    return Session(planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, listener or Listener())
 
 
 FP16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"
-
-
-def chooses_fp16(profile: str, model: Any, rows: int, plugins: Mapping[str, Any]) -> bool:
-    """Whether the plan would compute in fp16."""
-    found = planned(profile, model, rows, None, plugins, strict=False)
-    return bool(found.plan.recipe.accelerator.get("mixed_precision") == "fp16")

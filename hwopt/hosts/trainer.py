@@ -1,9 +1,7 @@
 """`optimized`: a plan in transformers' Trainer and the trainers of TRL, with the same constructor and the same train().
 
-    trainer = hwopt.optimized(SFTTrainer, "auto")(model=..., args=..., train_dataset=...)
-
-The user's arguments, loader, sampler and collator stay as they are. A step's batches are computed at once in its last call of
-`training_step`: in micro-batches by length if the loss is known to be a sum over samples (`hwopt.hosts.additivity`).
+A step's batches are computed at once in its last call of `training_step`: in micro-batches by length if the loss is known to be a
+sum over samples (`hwopt.hosts.additivity`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A Trainer's optimizer step, computed at once in the last call of `training_step`.
-
-It is split by length where the law of its loss is known, and repeated in smaller parts if memory runs out.
-"""
+"""A Trainer's optimizer step, split by length where the law of its loss is known, and repeated if memory runs out."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from accelerate.utils import send_to_device
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line
 from hwopt.training.failure import last_resorts
-from hwopt.training.memory_pressure import free_memory
 
 PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
@@ -145,7 +142,7 @@ class TrainerStep:
             for parameter in inner(model).parameters():
                 parameter.grad = None
             vars(self.trainer).update(counters)
-            free_memory(run.device)
+            release_unused_memory()
             backoff.reduce(sum(len(part.lengths) for part in parts).bit_length(), f"at step {run.step + 1}", reason)
         backoff.step_succeeded()
         changed = self._merge_metrics(counters.get("_metrics", {}).get("train", {}), parts)
@@ -208,18 +205,11 @@ def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
 @contextmanager
 def kept_random_state(only_on_error: bool = False) -> Iterator[None]:
     """A block after which torch's random state is as before it; `only_on_error`: if it raises."""
-    state = torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-
-    def restore() -> None:
-        torch.set_rng_state(state)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
-
+    host, devices, restores = torch.get_rng_state(), torch.cuda.get_rng_state_all(), True
     try:
         yield
-    except BaseException:
-        restore()
-        raise
-    if not only_on_error:
-        restore()
+        restores = not only_on_error
+    finally:
+        if restores:
+            torch.set_rng_state(host)
+            torch.cuda.set_rng_state_all(devices)

@@ -64,7 +64,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     for step in EvalSampler(store.lengths, store.counts, rows_a_batch):
         batch = dataset[step].to(loaded.device)
         with loaded.inference():
-            add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows", loaded.device)
+            add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows")
     skipped = len(rows.bad_rows.reasons)
     return EvaluationReport(
         found.folder, source, len(store), metrics.compute(), metrics.details(), skipped, (*loaded.notes, *prepared.warnings)

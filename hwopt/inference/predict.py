@@ -158,5 +158,5 @@ def predict_batch(
     def largest(rung: int) -> int:
         return ceil(rows / (1 << rung)) * longest
 
-    each_row_once(work, rows, ceil(log2(rows)), largest, backoff, f"in a batch of {rows:,} rows", loaded.device)
+    each_row_once(work, rows, ceil(log2(rows)), largest, backoff, f"in a batch of {rows:,} rows")
     return results

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def skip_packed_row_search() -> Iterator[None]:
-    """Context in which transformers' decoders do not search their inputs for packed rows.
+    """Keep transformers' decoders from searching their inputs for packed rows, which waits for the device in every forward pass.
 
-    Without a mask they do so in every forward pass, which waits for the device. hwopt passes a mask when rows are packed.
+    hwopt passes a mask when rows are packed.
     """
     from transformers import masking_utils
 

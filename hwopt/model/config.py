@@ -79,10 +79,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
 
 
 def find_model_file(name: str, file: str, revision: str | None, cached_only: bool = False) -> str | None:
-    """The local path of `file` of a folder or hub model; None if it does not exist or is unreachable.
-
-    The file is downloaded if needed, unless `cached_only`.
-    """
+    """The local path of `file` of a folder or hub model, downloaded unless `cached_only`; None if missing or unreachable."""
     from transformers.utils import cached_file
 
     path: str | None = cached_file(

@@ -7,10 +7,9 @@ its source.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import textwrap
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -70,12 +69,12 @@ def keys_in_source(cls: type[PretrainedConfig]) -> frozenset[str]:
     """The keys that the source of the config class `cls` and of its model reads."""
     from transformers import PreTrainedConfig
 
-    found = set(keys_read(own_source(cls), "self"))
+    found = keys_read(own_source(cls), "self")
     convert = PreTrainedConfig.convert_rope_params_to_dict
     if has_rope(cls) and cls.convert_rope_params_to_dict is convert:
-        found.update(keys_read(textwrap.dedent(inspect.getsource(convert)), "self"))
+        found |= keys_read(inspect.getsource(convert), "self")
     for file in Path(inspect.getfile(cls)).parent.glob("modeling_*.py"):
-        found.update(keys_read(file.read_text(encoding="utf-8"), "config", "text_config"))
+        found |= keys_read(file.read_text(encoding="utf-8"), "config")
     members = dict(inspect.getmembers_static(cls))
     return frozenset(name for name in found if not isinstance(members.get(name), property) and not callable(members.get(name)))
 
@@ -85,7 +84,7 @@ def own_source(cls: type[PretrainedConfig]) -> str:
     from transformers import PreTrainedConfig
 
     bases = [base for base in cls.__mro__ if issubclass(base, PreTrainedConfig) and base is not PreTrainedConfig]
-    return "\n".join(textwrap.dedent(inspect.getsource(base)) for base in bases)
+    return "\n".join(inspect.getsource(base) for base in bases)
 
 
 def has_rope(cls: type[PretrainedConfig]) -> bool:
@@ -93,22 +92,8 @@ def has_rope(cls: type[PretrainedConfig]) -> bool:
     return "rope_parameters" in own_source(cls)
 
 
-def keys_read(source: str, *owners: str) -> Iterator[str]:
-    """The keys that `source` takes from `kwargs`, and the attributes that it reads or sets on an object named in `owners`."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case (
-                ast.Call(ast.Attribute(ast.Name("kwargs"), "get" | "pop"), [ast.Constant(str() as key), *_])
-                | ast.Subscript(ast.Name("kwargs"), ast.Constant(str() as key))
-                | ast.Compare(ast.Constant(str() as key), comparators=[ast.Name("kwargs")])
-            ):
-                yield key
-            case ast.Call(ast.Name("getattr" | "hasattr"), [owner, ast.Constant(str() as key), *_]) if name_of(owner) in owners:
-                yield key
-            case ast.Attribute(owner, key) if name_of(owner) in owners:
-                yield key
-
-
-def name_of(node: ast.expr) -> str:
-    """`config` for the expressions `config` and `self.config`; empty for other kinds of expressions."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+def keys_read(source: str, owner: str) -> set[str]:
+    """The keys that `source` takes from `kwargs`, and the attributes that it reads or sets on `owner`, or on text_`owner`."""
+    of_kwargs = re.findall(r"""\bkwargs(?:\.get\(|\.pop\(|\[)\s*["'](\w+)["']|["'](\w+)["'] (?:not )?in kwargs\b""", source)
+    of_owner = re.findall(rf"""\b(?:text_)?{owner}\.(?=(\w+))|attr\((?:[\w.]+\.)?(?:text_)?{owner}, ["'](\w+)["']""", source)
+    return {key for keys in (*of_kwargs, *of_owner) for key in keys if key}

@@ -1,9 +1,7 @@
 """Whether a model keeps packed documents apart, tried on a small model of its class in float32.
 
-The small model has the first layers of the real one, as many as it takes to have each kind
-(attention, sliding window, convolution, state space), and fewer heads, experts and tokens.
-Float32 and weights of unit gain make a leak (1e-3 to 1) easy to tell from rounding (1e-6).
-Nothing of a run is touched: no weights, no device, no random numbers.
+The small model has as many of the real one's first layers as it takes to have each kind (attention, sliding window, convolution,
+state space). Float32 and weights of unit gain make a leak (1e-3 to 1) easy to tell from rounding (1e-6).
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ EXPERT_NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def packing_problem(model: Any, config: PretrainedConfig, decoder: bool, masks: bool = True) -> str:
-    """Why documents of `model` (on the meta device) cannot be packed; "" if they stay apart.
+    """Why documents of `model` (on the meta device) cannot be packed, or that it cannot be tried; "" if they stay apart.
 
-    `masks`: whether an encoder accepts a mask per document. A model that cannot be tried is not
-    packed: it may leak.
+    `masks`: whether an encoder accepts a mask per document.
     """
     import torch
 
@@ -63,7 +60,7 @@ def packing_problem(model: Any, config: PretrainedConfig, decoder: bool, masks: 
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             small = small_model(model, config)
-            starts = first_positions(small, decoder)
+            starts = [0] if decoder else [0, (small.config.pad_token_id or 0) + 1]  # some encoders start after the id of padding
             differences = [difference(small, first, decoder) for first in starts]
     except Exception as error:  # every architecture raises its own errors
         reason = f"{type(error).__name__}: {truncate(first_line(error), 100)}"
@@ -72,11 +69,6 @@ def packing_problem(model: Any, config: PretrainedConfig, decoder: bool, masks: 
     if least <= TOLERANCE:  # False for nan
         return ""
     return f"mixes packed documents: outputs are off by {least:.1g} of the largest"
-
-
-def first_positions(model: Any, decoder: bool) -> list[int]:
-    """Positions at which a document may start; some encoders start after the id of padding."""
-    return [0] if decoder else [0, (model.config.pad_token_id or 0) + 1]
 
 
 def difference(model: Any, first: int, decoder: bool) -> float:
@@ -120,13 +112,9 @@ def layer_kinds(model: Any) -> list[Any]:
     from torch import nn
 
     depth = next((number for _, number in depths(model.config.get_text_config())), 0)
-    stacks = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and not re.search("vision|audio", name)
-    ]
-    layers = next((stack for stack in stacks if len(stack) == depth), nn.ModuleList())
-    return [tuple(marks(layer)) for layer in layers]
+    named = model.named_modules()
+    stacks = (each for name, each in named if isinstance(each, nn.ModuleList) and not re.search("vision|audio", name))
+    return [tuple(marks(layer)) for layer in next((stack for stack in stacks if len(stack) == depth), ())]
 
 
 def marks(layer: nn.Module) -> Iterator[str]:

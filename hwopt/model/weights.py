@@ -100,15 +100,11 @@ def is_plain_safetensors(name: str) -> bool:
 def refuse_mismatched_weights(name: str, loading_info: dict[str, Any], base: str, new_head: bool) -> None:
     """Raise InputError if `loading_info` (of transformers) shows that the weights belong to another architecture.
 
-    A missing head or pooler is allowed: it starts at random. A missing numbered layer is not, nor a mismatched shape outside of
-    a new head.
+    A missing head or pooler starts at random. A missing numbered layer is refused, and a mismatched shape outside of a new head.
     """
-
-    def of_base(key: str) -> bool:
-        return key.startswith(f"{base}.")
-
-    missing = sorted(key for key in loading_info["missing_keys"] if of_base(key) and re.search(r"\.\d+\.", key))
-    wrong = sorted((key, *shapes) for key, *shapes in loading_info["mismatched_keys"] if of_base(key) or not new_head)
+    base += "."
+    missing = sorted(key for key in loading_info["missing_keys"] if key.startswith(base) and re.search(r"\.\d+\.", key))
+    wrong = sorted((key, *shapes) for key, *shapes in loading_info["mismatched_keys"] if key.startswith(base) or not new_head)
     if missing:
         raise InputError(
             f"model.name: {name!r}: {len(missing):,} weights that its config needs are missing from its files: "

@@ -29,7 +29,7 @@ def train(job: Path | str | None = None, profile: str = "auto", *, listener: Lis
     return own_training.train_own(str(job) if job is not None else profile, listener=files, **given)
 
 
-def session(profile: str, model: Any, *, listener: Listener | None = None, **settings: Any) -> torch.session:
+def session(profile: str, model: Any, *, listener: Listener | None = None, **settings: Any) -> torch.Session:
     """`hwopt.hosts.torch.session`, with lines on the terminal."""
     return torch.session(profile, model, listener=with_lines(listener), **settings)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,11 +114,8 @@ def find_corruption(folder: Path) -> str:
 def files_in(folder: Path) -> list[Path]:
     """All files in `folder` and its subfolders, sorted, except the manifest. Hidden files and OS_FILES are ignored."""
     found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
-    return sorted(path for path in found if not is_hidden(path.relative_to(folder)) and path.name not in OS_FILES)
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    hidden = re.compile(r"(^|/)\.")
+    return sorted(p for p in found if not hidden.search(p.relative_to(folder).as_posix()) and p.name not in OS_FILES)
 
 
 def sha256(path: Path) -> str:

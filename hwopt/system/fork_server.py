@@ -1,12 +1,10 @@
 """A process that imports libraries once and runs each request in a fork of its own: used to trace plans and to run trials.
 
-`ForkServer("a.module")` starts a new interpreter, which calls `a.module.serve(descriptor,
-parent, *arguments)`; that calls `serve` here. It does not import the caller's `__main__`, so it works from a
-notebook and from a script without a guard. A request and its answer are bytes. A fork that
-crashes, or is killed at its time limit, ends alone; the server and the next requests go on.
+`ForkServer("a.module")` starts an interpreter that calls `a.module.serve(descriptor, parent, *arguments)`, which calls `serve`
+here. It does not import the caller's `__main__`, so it works from a notebook and from a script without a guard. Linux only.
 
-No process stays behind: a fork is killed with everything in its session once it answered, and the
-server ends with the connection and with the process that started it, whatever ended it. Linux only.
+No process stays behind: a fork is killed with everything in its session once it answered, crashed or reached its time limit, and
+the server ends with the connection and with the process that started it.
 """
 
 from __future__ import annotations
@@ -155,10 +153,9 @@ def serve(
     import_modules: Callable[[Iterable[str]], None],
     idle_s: float | None = None,
 ) -> None:
-    """Answer the requests of the connection on the file `descriptor` with `work`, until it closes, or none comes for `idle_s`.
+    """Answer the requests on the file `descriptor` with `work`, until it closes, none comes for `idle_s`, or `parent` ends.
 
-    `prepare` imports the libraries. `import_modules` imports what a fork imported, for the next ones. Ends with the process
-    `parent`, if that is not 0.
+    `parent`: 0 for none. `prepare` imports the libraries. `import_modules` imports what a fork imported, for the next ones.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent:

@@ -1,8 +1,7 @@
 """How often Python collects garbage while a command starts.
 
-A command imports torch and transformers: a million objects, none of them garbage. With Python's usual thresholds, collections
-take a fifth of the start-up time. While a model trains or predicts, the usual thresholds hold: garbage may keep device memory
-allocated.
+It imports a million objects, none of them garbage: usual collections take a fifth of the start-up time. While a model trains or
+predicts, the usual thresholds hold: garbage may keep device memory allocated.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ DUPLICATE_SECONDS = 1.0
 """A signal within so many seconds of the first is a copy of it: launchers and `timeout` forward what the terminal sent."""
 WORKER_GRACE_SECONDS = 20.0
 """How long a data-loading worker lives after SIGTERM, so that the run can finish its step."""
-
-
 _received: list[tuple[int, float]] = []
 """(signal number, monotonic time) of each signal since `install_handlers`."""
 _on_first_signal: list[Callable[[int], None]] = []
@@ -124,10 +122,9 @@ def exception_for(code: int) -> BaseException:
 
 
 def init_worker(worker: int) -> None:
-    """Set up the signals of a data-loading worker (torch's `worker_init_fn`).
+    """Set up a data-loading worker (torch's `worker_init_fn`): it ignores SIGINT, and ends some time after SIGTERM.
 
-    A signal to the process group also reaches the workers, and the run still needs their batches: a worker ignores SIGINT, and
-    ends `WORKER_GRACE_SECONDS` after SIGTERM. SIGUSR1 prints the worker's stack.
+    A signal to the process group also reaches the workers, and the run still needs their batches. SIGUSR1 prints the stack.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_worker_later)

@@ -46,11 +46,7 @@ class Watchdog:
         launcher_pid: int | None,
         in_first_step: Callable[[], bool],
     ) -> None:
-        """Set up the thread; entering the context starts it.
-
-        `before_exit(exit code, message)` is called last before the process ends. When the process `launcher_pid` is no longer the
-        parent, the watchdog sends itself SIGTERM.
-        """
+        """`before_exit(exit code, message)` is called last. SIGTERM is sent when `launcher_pid` is no longer the parent."""
         self.hang_timeout, self.folder, self.rank = hang_timeout, folder, rank
         self.before_exit, self.launcher_pid, self.in_first_step = before_exit, launcher_pid, in_first_step
         self.last_heartbeat = 0.0
@@ -132,10 +128,7 @@ class Watchdog:
         os._exit(code)
 
     def write_stacks(self) -> Path | str:
-        """Write the stack of every thread to a file. Returns its path, or "above" if the file cannot be written.
-
-        The data-loading workers print their stacks to stderr.
-        """
+        """Write the stack of every thread to a file; workers print theirs. Returns its path, or "above" if that fails."""
         for worker in multiprocessing.active_children():
             with contextlib.suppress(OSError):
                 os.kill(worker.pid or 0, signal.SIGUSR1)
@@ -151,9 +144,7 @@ class Watchdog:
 
 
 def compiles() -> bool:
-    """Whether torch compiles, for example the step of an optimizer. Reads a lock: the stack of a running
-    thread cannot be read from another one without a crash now and then.
-    """
+    """Whether torch compiles. Reads a lock: reading the stack of a running thread from another one sometimes crashes."""
     lock = getattr(sys.modules.get(COMPILER), "compile_lock", None)
     if lock is None:
         return False

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.text import first_line
-from hwopt.training.memory_pressure import free_memory
 from hwopt.training.randomness import reseeder
 from hwopt.training.run import Run
 from hwopt.training.telemetry.telemetry import Telemetry
@@ -26,8 +26,7 @@ class Accumulation:
     def accumulate(self, batch: StepBatch, where: str) -> None:
         """Compute the gradients of `batch`, with as small micro-batches as the device's memory requires.
 
-        `where` says in messages what was computed ("at step 3"). Raises DoesNotFitError if single rows do not fit. If it raises,
-        telemetry knows nothing of the step, so that the run can be saved as of the step before.
+        `where` ("at step 3") is for messages. If it raises, telemetry knows nothing of the step, so that the run can be saved.
         """
         mark = self.telemetry.mark()
         try:
@@ -46,7 +45,7 @@ class Accumulation:
                     self.run.engine.zero_grad()
                     self.telemetry.reset_to(mark)
                     freed = self.run.forward_backward.free()
-                    free_memory(self.run.device)
+                    release_unused_memory()
                     if not freed:
                         self.backoff.reduce(batch.finest_rung, where, oom_message)
         except BaseException:
@@ -66,10 +65,7 @@ def forward_and_backward(
     add_loss: Callable[[Tensor, MicroBatch], None],
     mark_time: Callable[[str], None] = not_timed,
 ) -> None:
-    """Accumulate the gradients of `batch`. The summed loss of each micro-batch is divided by the count of the whole step.
-
-    `mark_time` gets the name of each part of the last micro-batch when the host has issued it.
-    """
+    """Accumulate the gradients of `batch`. `mark_time` gets the name of each part of the last micro-batch when it is issued."""
     for number, (micro_batch, last) in enumerate(run.engine.micro_batches(batch, rung)):
         run.heartbeat()
         reseed(run.step, micro_batch.first_sample)

@@ -6,7 +6,7 @@ In this order: process contexts, Accelerator, data and tokenizer, model and its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from hwopt.distributed.data_parallel import DataParallelEngine, broadcast_weights, first_rank_first
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
-from hwopt.errors import PluginError
+from hwopt.errors import InputError, PluginError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.model.attention_mask import skip_packed_row_search
@@ -28,9 +28,8 @@ from hwopt.system import garbage
 from hwopt.tasks.base import Task
 from hwopt.tasks.registry import make_task
 from hwopt.tensor_tree import fingerprint
-from hwopt.text import truncate
+from hwopt.text import listing, truncate
 from hwopt.training import randomness
-from hwopt.training.agreement import refuse_different_plans
 from hwopt.training.listener import Listener
 from hwopt.training.loaders import build_loaders, end_workers
 from hwopt.training.optimizer import build_optimizer
@@ -55,8 +54,6 @@ def build(
 ) -> Iterator[Run]:
     """Build the run of `plan`, with its job's task unless another `task` is given.
 
-    At the end of the block the plugins' process contexts are left in reverse order.
-
     `folder` is the run folder, which is not created here. `cache` has the tokenised data. `claim_folder` is called when the ranks
     can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`.
     """
@@ -79,7 +76,7 @@ def build(
         build_optimizer(run)
         claim_folder(run)
         build_loaders(run)
-        run.engine = make_engine(run)
+        run.engine = (plan.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine))(run)
         run.forward_backward = (plan.recipe.forward_backward or ForwardBackward)(run)
         for step in plan.recipe.prepared_steps:
             step(run)
@@ -89,13 +86,6 @@ def build(
         yield run
         accelerator.free_memory()  # frees the engine while the ranks can still communicate
         accelerator.end_training()
-
-
-def make_engine(run: Run) -> Engine:
-    """The engine of the recipe, else the one for the number of ranks."""
-    factory = run.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine)
-    engine: Engine = factory(run)
-    return engine
 
 
 def make_accelerator(plan: Plan) -> Accelerator:
@@ -109,6 +99,37 @@ def make_accelerator(plan: Plan) -> Accelerator:
     authors = {recipe.author_of(f"accelerator[{key!r}]") for key in recipe.accelerator} - {"the core"}
     with plugin_guard(", ".join(sorted(map(recipe.named, authors))) or "the core", "recipe.accelerator"):
         return Accelerator(**{key: option_value(value) for key, value in options.items()})
+
+
+def refuse_different_plans(plan: Plan, accelerator: Accelerator) -> None:
+    """Raise InputError on every rank if the ranks have resolved different plans, as on nodes with different cards.
+
+    Only plugins that change what is computed must agree, with their options: not micro-batches, workers and the like.
+    """
+    if accelerator.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    method = {
+        entry.name: entry.options.model_dump(mode="json")
+        for entry in plan.applied()
+        if entry.plugin.effect != "bits" and plan.recipe.fields_of(entry.author) != ("batch",)
+    }
+    if message := difference(gather_object([(f"{plan.hardware.name} ({plan.hardware.memory_gib:g} GiB)", method)])):
+        raise InputError(message)
+
+
+def difference(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """What differs between the plans of the ranks, (card, plugin -> options) each; "" if they agree."""
+    card, first = ranks[0]
+    for rank, (other_card, other) in enumerate(ranks):
+        if other != first:
+            plugins = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            return (
+                f"The ranks have different plans: rank 0 runs on {card}, rank {rank} on {other_card}, and these plugins differ: "
+                f"{listing(plugins)}. Choose a profile that both cards can run, or set the options of these plugins with --set"
+            )
+    return ""
 
 
 @contextmanager
@@ -168,10 +189,7 @@ def build_model(run: Run) -> None:
 
 
 def adopt_model(run: Run, model: Any) -> None:
-    """Apply the recipe's steps to `model`, move it to the device and wrap it for the accelerator's precision.
-
-    An engine of the recipe moves and wraps the model itself: the model may be larger than the device's memory.
-    """
+    """Apply the recipe's steps to `model`, move it to the device and wrap it; an engine of the recipe does both itself."""
     recipe = run.recipe
     if run.plan.router_loss:
         model.config.get_text_config().output_router_logits = True  # the model then returns its load-balancing loss

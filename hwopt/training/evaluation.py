@@ -1,7 +1,4 @@
-"""Evaluation: every sample once, in the model's evaluation mode, by the task's metrics.
-
-`hwopt evaluate` and `hwopt predict` go through a batch with the same retry as a run's evaluation.
-"""
+"""Evaluation: every sample once, in the model's evaluation mode, by the task's metrics."""
 
 from __future__ import annotations
 
@@ -17,26 +14,21 @@ import torch
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.system import signals
 from hwopt.tasks.metrics import GeneratedMetrics
 from hwopt.text import first_line
 from hwopt.training.listener import Row
 from hwopt.training.loaders import batches_of, end_workers, evaluation_loader
-from hwopt.training.memory_pressure import free_memory
 from hwopt.training.run import Run
 
 
 class Evaluation:
-    """Evaluates a run. Its own out-of-memory back-off never shrinks the training batch.
-
-    A batch is one step of that back-off. Each rank has its own rung: engines that can retry do not
-    meet within a batch.
-    """
+    """Evaluates a run. A batch is one step of its own out-of-memory back-off; each rank has its own rung."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        option = run.plan.batch_option("eval")
-        self.backoff = OomBackoff("Evaluation", option, run.warn, quiet_steps_needed=QUIET_BATCHES)
+        self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn, quiet_steps_needed=QUIET_BATCHES)
         if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), GeneratedMetrics):
             raise InputError("task.rouge: the engine of this plan cannot generate text while it trains. Remove task.rouge")
         self.details: dict[str, Any] = {}
@@ -103,7 +95,7 @@ class Evaluation:
         run = self.run
         forward = Forward(run.inner_model, run.evaluation_loss, metrics, run.heartbeat)
         if run.engine.supports_retry:
-            add_batch(forward, batch, self.backoff, f"after step {run.step}", run.device, run.forward_backward.free)
+            add_batch(forward, batch, self.backoff, f"after step {run.step}", run.forward_backward.free)
         else:
             for _ in forward.rows(batch, self.backoff.rung):
                 pass
@@ -131,21 +123,16 @@ class Forward:
             yield micro_batch.end_row
 
 
-def nothing_to_free() -> bool:
-    return False
-
-
 def add_batch(
     forward: Forward,
     batch: StepBatch,
     backoff: OomBackoff,
     where: str,
-    device: torch.device,
-    free: Callable[[], bool] = nothing_to_free,
+    free: Callable[[], bool] = bool,
 ) -> None:
     """Add every row of `batch` once, in smaller micro-batches if memory runs out and there is nothing to `free`."""
     work = partial(forward.rows, batch)
-    each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, device, free)
+    each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, free)
 
 
 def each_row_once(
@@ -155,14 +142,12 @@ def each_row_once(
     largest: Callable[[int], int],
     backoff: OomBackoff,
     where: str,
-    device: torch.device,
-    free: Callable[[], bool] = nothing_to_free,
+    free: Callable[[], bool] = bool,
 ) -> None:
     """Call `work(rung, first row)`, which yields the number of rows done, until all `rows` of a batch are.
 
     After running out of memory it continues at the first row that is not done, at a finer rung unless `free` freed some.
-    `largest` returns the tokens of the largest micro-batch at a rung. Raises DoesNotFitError if a
-    single row does not fit.
+    `largest`: rung -> tokens of the largest micro-batch. Raises DoesNotFitError if a single row does not fit.
     """
     done = rung = 0
     while done < rows:
@@ -174,7 +159,7 @@ def each_row_once(
         except torch.OutOfMemoryError as error:
             oom_message = first_line(error)
         freed = free()
-        free_memory(device)  # after the except block: the exception's frames keep tensors alive
+        release_unused_memory()  # after the except block: the exception's frames keep tensors alive
         if not freed:
             backoff.reduce(finest_rung, where, oom_message, rung)
     backoff.batch_succeeded(rung, largest(rung))

@@ -54,9 +54,9 @@ def observing(run: RunView) -> Iterator[None]:
 
 @contextmanager
 def counted_calls(model: Any) -> Iterator[Counter[str]]:
-    """Inside the block: the forward calls of each module, by name; the profiler records a range for each linear layer.
+    """Counts the forward calls of each module by name, and lets the profiler record a range for each linear layer.
 
-    Nothing is counted in a model with compiled modules: the hooks would make torch compile them again.
+    Counts nothing in a model with compiled modules: the hooks would make torch compile them again.
     """
     from torch.profiler import record_function
 

@@ -13,6 +13,7 @@ from hwopt.errors import DoesNotFitError, HwoptError, NonFiniteError, WorkerDied
 from hwopt.plugin import RunView
 from hwopt.plugin.guard import GuardedOnce
 from hwopt.saving.checkpointer import Checkpointer
+from hwopt.text import first_line
 from hwopt.training.run import Run
 from hwopt.training.telemetry.telemetry import Telemetry
 
@@ -42,7 +43,7 @@ def report_oom(what: str, option: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
-            f"{what} does not fit into the device's memory ({str(error).splitlines()[0][:200]}). "
+            f"{what} does not fit into the device's memory ({first_line(error)}). "
             f"Lower {option}, lower data.max_length, or set {option_for('gradient_checkpointing')}."
         ) from error
 

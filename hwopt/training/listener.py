@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ Row = dict[str, Any]
 
 Summary = dict[str, Any]
 """A row of totals, and results that are not one number, such as the metrics of each class."""
-
-
 DONE = "done"
 """How a run that is complete ended."""
 
@@ -74,17 +72,9 @@ class Listeners(Listener):
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = listeners
+        for event in [name for name in vars(Listener) if name.startswith("on_")]:
+            setattr(self, event, partial(self.tell, event))
 
-
-def to_each(event: str) -> Callable[..., None]:
-    """The method of `Listeners` that passes `event` on."""
-
-    def method(self: Listeners, *arguments: Any) -> None:
+    def tell(self, event: str, *arguments: Any) -> None:
         for listener in self.listeners:
             getattr(listener, event)(*arguments)
-
-    return method
-
-
-for event in [name for name in vars(Listener) if name.startswith("on_")]:
-    setattr(Listeners, event, to_each(event))

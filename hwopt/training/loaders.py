@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def build_loaders(run: Run) -> None:
-    """Set `run.train_loader` and `run.eval_loader`, which yield whole step batches.
-
-    They are never given to `accelerator.prepare`, which would distribute step batches over the ranks and repeat samples.
-    """
+    """Set the run's loaders of step batches. `accelerator.prepare` would distribute these over the ranks and repeat samples."""
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
     make_collate = default_collate(run)
     cut = recipe.cut or cut_in_order
@@ -84,11 +81,7 @@ def make_loader(run: Run, dataset: StepDataset, sampler: Any) -> DataLoader[Step
 
 
 def end_workers(*loaders: Any) -> None:
-    """End the workers of `loaders` now.
-
-    Left to the garbage collector, torch waits ten seconds for each of them: the queues of a reference cycle are closed before the
-    iterator that asks its workers to end.
-    """
+    """End the workers of `loaders` now: when the garbage collector ends them, torch waits ten seconds for each."""
     for loader in loaders:
         iterator = getattr(loader, "_iterator", None)  # kept by a loader with persistent workers
         if iterator is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 from typing import Any
 
@@ -60,10 +59,3 @@ class MemoryPressure:
 def retries_of(stats: dict[str, Any]) -> int:
     """How often the allocator has freed its cache and asked the driver again."""
     return int(stats.get("num_alloc_retries", 0))
-
-
-def free_memory(device: torch.device) -> None:
-    """Free what no tensor uses: unreachable Python objects and the allocator's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -94,10 +94,7 @@ def parameter_groups(run: Run) -> Groups:
 
 
 def decay_groups(named: Sequence[tuple[str, Any]], training: Training) -> Groups:
-    """The default groups: with weight decay, biases and norms (one-dimensional parameters) get none, as in HF's Trainer.
-
-    `named`: (name, parameter) of what is trained. The "params" of each returned group are such pairs.
-    """
+    """The default groups of (name, parameter): weight decay for all but biases and norms (one dimension), as in HF's Trainer."""
     if not training.weight_decay:
         return [{"params": list(named)}]
     matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
@@ -107,16 +104,14 @@ def decay_groups(named: Sequence[tuple[str, Any]], training: Training) -> Groups
 
 def warmup_steps(training: Training, total_steps: int) -> int:
     """The warm-up in optimizer steps."""
-    if training.warmup_steps is not None:
-        return training.warmup_steps
-    return ceil((training.warmup_ratio or 0.0) * total_steps)
+    return ceil((training.warmup_ratio or 0.0) * total_steps) if training.warmup_steps is None else training.warmup_steps
 
 
 def make_scheduler(run: Run) -> Any:
     """A LambdaLR that the loop steps once per step batch, whether or not the update was skipped."""
     training, total = run.training, run.total_steps
-    if run.recipe.schedule is not None:
-        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(_factor, run.recipe.schedule, total))
+    if (schedule := run.recipe.schedule) is not None:
+        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: schedule(step, total))
     # torch warns when an update was skipped; here the schedule advances with every step batch on purpose
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     warmup = warmup_steps(training, total)
@@ -130,7 +125,3 @@ def make_scheduler(run: Run) -> Any:
 def linear_factor(warmup: int, total: int, step: int) -> float:
     """The factor of transformers' schedule "linear": up from 0 over `warmup` steps, then down to 0 at `total`."""
     return step / max(1, warmup) if step < warmup else max(0.0, (total - step) / max(1, total - warmup))
-
-
-def _factor(schedule: Callable[[int, int], float], total: int, step: int) -> float:
-    return schedule(step, total)

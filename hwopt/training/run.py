@@ -52,8 +52,40 @@ class Progress:
         self.step = int(state["step"])
 
 
+class PlannedRun:
+    """What a run, or the training of a script, takes from its plan and tells its listener."""
+
+    plan: Plan
+    rank: int
+    listener: Listener
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def training(self) -> Training:
+        return self.plan.training
+
+    @property
+    def batch(self) -> BatchSizes:
+        return self.plan.batch
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, message: str) -> None:
+        """Show a note to the user."""
+        self.listener.on_message(self, message)
+
+    def warn(self, message: str) -> None:
+        """Show a warning to the user."""
+        self.listener.on_warning(self, message)
+
+
 @dataclass
-class Run:
+class Run(PlannedRun):
     """What `build` makes of a plan, and what the loop, the events and the evidence look at."""
 
     plan: Plan
@@ -102,18 +134,6 @@ class Run:
         """The step batch of the last finished step."""
         return self.progress.last_batch
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.plan.recipe
-
-    @property
-    def training(self) -> Training:
-        return self.plan.training
-
-    @property
-    def batch(self) -> BatchSizes:
-        return self.plan.batch
-
     @cached_property
     def loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """The loss that is trained: (outputs, targets) -> (summed loss, count)."""
@@ -125,10 +145,6 @@ class Run:
     def evaluation_loss(self) -> Callable[[Any, Tensor], tuple[Tensor, Any]]:
         """The loss of an evaluation, without class weights, label smoothing and load balancing."""
         return self.recipe.loss or self.task.loss
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
     @property
     def notes(self) -> list[str]:
@@ -170,14 +186,6 @@ class Run:
         for step in self.recipe.export_steps:
             weights = step(weights, self)
         return self.engine.exported(weights)
-
-    def say(self, message: str) -> None:
-        """Show a note to the user."""
-        self.listener.on_message(self, message)
-
-    def warn(self, message: str) -> None:
-        """Show a warning to the user."""
-        self.listener.on_warning(self, message)
 
     def heartbeat(self) -> None:
         """Tell the watchdog that the run is alive."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.text import first_line
 from hwopt.training.evaluation import evaluating
-from hwopt.training.memory_pressure import free_memory
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -37,7 +37,7 @@ class GeneratedSamples:
                 text = self.generate(prompt)
             except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
                 self.prompts = ()
-                free_memory(self.run.device)
+                release_unused_memory()
                 self.run.warn(f"data.sample_prompts: generation failed ({first_line(error)}); no more samples are written")
                 return
             if self.run.is_main:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.saving.best_model import BestModel
 from hwopt.training.listener import Summary
@@ -26,7 +28,7 @@ def summarize(run: Run, telemetry: Telemetry, use: UseMeter, seconds: float, bes
     totals |= {"data_wait": total.wait / seconds, "peak_memory_gib": peak_memory_gib(run.device)}
     used, verdict = use.whole(), use.verdict()
     gpu = {"gpu_utilization": used["gpu_percent"]} if "gpu_percent" in used else {}
-    judged = {} if verdict is None else {"verdict": verdict.to_dict()}
+    judged = {} if verdict is None else {"verdict": asdict(verdict)}
     best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
     details = {} if best.value is None else {f"best_eval_{name}": value for name, value in best.details.items()}
     mixture = run.prepared.train.mixture

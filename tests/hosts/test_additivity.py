@@ -31,19 +31,13 @@ MODELS = {
     "ViTForImageClassification": IMAGE,
 }
 
-
 COMMON = {"vocab_size": 60, "num_labels": 3, "num_key_value_heads": 2, "decoder_start_token_id": 0}
 
 
 def make(name: str) -> Any:
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = cls(
-        cls.config_class(
-            **({"vocab_size": 60, "num_labels": 3, "num_key_value_heads": 2, "decoder_start_token_id": 0} | SIZES | MODELS[name])
-        )
-    )
-    return model.double().eval()
+    return cls(cls.config_class(**(COMMON | SIZES | MODELS[name]))).double().eval()
 
 
 def batch_of(name: str, rows: int, width: int) -> dict[str, Any]:

@@ -102,14 +102,10 @@ def test_bare_loop_trains_the_same(limit: int | None, capsys: pytest.CaptureFixt
     assert ("out of memory" in output) == (limit is not None)
 
 
-def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them() -> None:
-    """The first token of a row has a label, and nothing predicts it."""
+def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first token of a row has a label, and nothing predicts it. from_pretrained leaves a model in evaluation mode."""
     settings = {"additive": "labels", "length_batching": {"overhead_tokens": 1}, **SPLIT}
-    assert farthest(bare(None, settings, llama), bare(None, None, llama)) < CLOSE
-
-
-def test_model_that_from_pretrained_left_in_evaluation_mode_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
-    bare(None, {"additive": "labels", **SPLIT}, lambda: llama().eval())
+    assert farthest(bare(None, settings, lambda: llama().eval()), bare(None, None, llama)) < CLOSE
     assert "after step 1: active   optimizer" in capsys.readouterr().out
 
 
@@ -127,42 +123,20 @@ def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() 
     assert model(**batch).logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"additive": "mean"}, InputError, "additive = 'mean': expected one of sum, rows"),
-        ({"strict": True}, PluginError, "length_batching"),
-    ],
-)
-def test_bad_settings_of_a_session_are_refused(settings: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        hwopt.session("cpu", bert(), rows=16, **settings)
-
-
-def test_mistakes_name_what_to_call_first() -> None:
+def test_mistakes_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="additive = 'mean': expected one of sum, rows"):
+        hwopt.session("cpu", bert(), rows=16, additive="mean")
+    with pytest.raises(PluginError, match="length_batching"):
+        hwopt.session("cpu", bert(), rows=16, strict=True)
     with pytest.raises(InputError, match="comes first"):
         hwopt.Accelerator(cpu=True, profile="cpu").accumulate_batch({}, abs)
     with hwopt.session("cpu", bert(), rows=16, additive="rows") as own, pytest.raises(InputError, match="no optimizer yet"):
         own.accumulate(batches()[0], abs)
 
-
-def test_errors_name_arguments_and_not_options_of_the_command_line() -> None:
     with pytest.raises(InputError, match=r"^plugins.batch.trian: unknown key. Did you mean 'train'"):
         hwopt.session("cpu", bert(), rows=16, batch={"trian": 2})
     with pytest.raises(InputError, match="^profile 'cpux': no such profile. Did you mean 'cpu'"):
         hwopt.session("cpux", bert(), rows=16)
-
-
-def test_compiled_model_is_refused() -> None:
-    model = bert()
-    model.compile()
-    with pytest.raises(InputError, match="the model is compiled"):
-        hwopt.session("cpu", model, rows=16)
-
-
-def test_wrapped_model_is_refused() -> None:
-    with pytest.raises(InputError, match="wrapped in DataParallel: pass the model itself"):
-        hwopt.session("cpu", torch.nn.DataParallel(bert()), rows=16)
 
 
 @pytest.mark.parametrize(("split", "limit"), [(False, None), (True, None), (False, TOKENS)])

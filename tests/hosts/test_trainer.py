@@ -14,7 +14,6 @@ from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, p
 from hosts.test_trl import tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
-    BertForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
@@ -38,8 +37,17 @@ def optimized(**settings: Any) -> Any:
     return hwopt.optimized(Trainer, "cpu", **(SPLIT | settings))
 
 
-def decisions(trainer: Any) -> dict[str, str]:
-    return {entry.name: entry.decision for entry in trainer._run.plan.entries}
+def compared(
+    folder: Path, cls: Any = Trainer, limit: int | None = None, make: Any = bert, changes: Any = None, **own: Any
+) -> Any:
+    """The trainer of `optimized(cls)`, whose steps are those of `cls`. `changes`: of the arguments; `own`: of `optimized`."""
+    keywords = cls.keywords if isinstance(cls, partial) else {}
+    base = cls.func if isinstance(cls, partial) else cls
+    _, wanted = train(cls, folder / "plain", make, **(changes or {}))
+    ours = partial(hwopt.optimized(base, "cpu", **(SPLIT | own)), **keywords)
+    trainer, found = train(ours, folder / "ours", make, limit=limit, **(changes or {}))
+    assert farthest(found, wanted) < CLOSE
+    return trainer
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -47,9 +55,7 @@ def decisions(trainer: Any) -> dict[str, str]:
 def test_losses_and_norms_are_those_of_the_unmodified_script(
     make: Any, limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, wanted = train(Trainer, tmp_path / "plain", make)
-    trainer, found = train(optimized(), tmp_path / "ours", make, limit=limit)
-    assert farthest(found, wanted) < CLOSE
+    trainer = compared(tmp_path, limit=limit, make=make)
     output = capsys.readouterr().out
     assert "a step is split by length" in output
     assert ("out of memory" in output) == (limit is not None)
@@ -99,16 +105,10 @@ class Custom(Trainer):
         return super().compute_loss(*positional, **named)
 
 
-class BatchStatistics(BertForSequenceClassification):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.bert.pooler.dense = torch.nn.Sequential(self.bert.pooler.dense, torch.nn.BatchNorm1d(config.hidden_size))
-
-
 def with_batch_norm() -> Any:
-    plain = bert()
-    torch.manual_seed(0)
-    return BatchStatistics(plain.config)
+    model = bert()
+    model.bert.pooler.dense = torch.nn.Sequential(model.bert.pooler.dense, torch.nn.BatchNorm1d(SIZES["hidden_size"]))
+    return model
 
 
 def own_loss(found: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -122,26 +122,15 @@ def own_loss(found: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         (Trainer, with_batch_norm, {}, "is a BatchNorm"),
         (Trainer, bert, {"label_smoothing_factor": 0.1}, "label_smoothing_factor divides"),
         (Trainer, llama, {"neftune_noise_alpha": 5.0}, "the noise of NEFTune"),
-        (
-            partial(Trainer, compute_loss_func=own_loss),
-            bert,
-            {},
-            "compute_loss_func",
-        ),
+        (partial(Trainer, compute_loss_func=own_loss), bert, {}, "compute_loss_func"),
     ],
 )
 def test_loss_that_is_not_known_to_add_up_is_not_split(
     cls: Any, make: Any, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, wanted = train(cls, tmp_path / "plain", make, **changes)
-    if isinstance(cls, partial):
-        ours = partial(hwopt.optimized(cls.func, "cpu", **SPLIT), **cls.keywords)
-    else:
-        ours = hwopt.optimized(cls, "cpu", **SPLIT)
-    trainer, found = train(ours, tmp_path / "ours", make, **changes)
-    assert farthest(found, wanted) < CLOSE
+    trainer = compared(tmp_path, cls, make=make, changes=changes)
     assert reason in next(line for line in capsys.readouterr().out.splitlines() if "a step is not split" in line)
-    assert {name for name, decision in decisions(trainer).items() if decision == "apply"} >= {"optimizer", "sdpa", "dataloader"}
+    assert {entry.name for entry in trainer._run.plan.applied()} >= {"optimizer", "sdpa", "dataloader"}
 
 
 class OwnHooks(Trainer):
@@ -157,9 +146,7 @@ class OwnHooks(Trainer):
 
 
 def test_loader_and_optimizer_of_a_subclass_stay_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, wanted = train(OwnHooks, tmp_path / "plain")
-    trainer, found = train(hwopt.optimized(OwnHooks, "cpu", **SPLIT), tmp_path / "ours")
-    assert farthest(found, wanted) < CLOSE
+    trainer = compared(tmp_path, OwnHooks)
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
     assert all(step.rows == 12 and len(step.sizes) > 2 for step in trainer._run.steps)
     output = capsys.readouterr().out
@@ -168,17 +155,9 @@ def test_loader_and_optimizer_of_a_subclass_stay_its_own(tmp_path: Path, capsys:
 
 
 def test_arguments_for_the_optimizer_of_the_trainer_leave_it_to_the_trainer(tmp_path: Path) -> None:
-    changes = {"optim": "sgd", "optim_args": "momentum=0.9"}
-    _, wanted = train(Trainer, tmp_path / "plain", **changes)
-    _, found = train(optimized(), tmp_path / "ours", **changes)
-    assert farthest(found, wanted) < CLOSE
+    compared(tmp_path, changes={"optim": "sgd", "optim_args": "momentum=0.9"})
     momentum = arguments(tmp_path, optim_args="betas=(0.5, 0.5)")
     assert lacks_of(Trainer, momentum, {})["optimizer"] == "optim_args of your arguments is for the Trainer's own optimizer"
-
-
-def test_precision_of_the_arguments_stays_where_the_plan_has_none(tmp_path: Path) -> None:
-    trainer, _ = train(hwopt.optimized(Trainer, write_profile(tmp_path)), tmp_path, max_steps=1, bf16=True)
-    assert trainer.accelerator.mixed_precision == "bf16"
 
 
 def test_loss_of_liger_is_not_split(tmp_path: Path) -> None:
@@ -187,17 +166,8 @@ def test_loss_of_liger_is_not_split(tmp_path: Path) -> None:
     assert lacks_of(Trainer, trainer.args, {})["loss"].startswith("use_liger_kernel of your arguments")
 
 
-def write_profile(folder: Path) -> str:
-    """A profile for a CPU with the plugin `sdpa` alone."""
-    path = folder / "small.toml"
-    path.write_text('name = "small"\nsummary = "attention alone"\n[card]\nmatch = []\n[plugins.sdpa]\n')
-    return str(path)
-
-
 def test_the_users_word_permits_to_split(tmp_path: Path) -> None:
-    _, wanted = train(Custom, tmp_path / "plain")
-    trainer, found = train(hwopt.optimized(Custom, "cpu", additive="rows", **SPLIT), tmp_path / "ours")
-    assert farthest(found, wanted) < CLOSE
+    trainer = compared(tmp_path, Custom, additive="rows")
     assert all(len(step.sizes) > 2 for step in trainer._run.steps)
 
 
@@ -206,25 +176,16 @@ def test_false_word_of_the_user_is_found_out(tmp_path: Path, capsys: pytest.Capt
         def compute_loss(self, *positional: Any, **named: Any) -> Any:
             return super().compute_loss(*positional, **named) ** 2
 
-    _, wanted = train(Squared, tmp_path / "plain")
-    _, found = train(hwopt.optimized(Squared, "cpu", additive="rows", **SPLIT), tmp_path / "ours")
-    assert farthest(found, wanted) < CLOSE
+    compared(tmp_path, Squared, additive="rows")
     assert "do not add up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"optim": "adafactor"}, "optim = 'adafactor' of your arguments wins over the profile's"),
-        ({"bf16": True}, "bf16 = True of your arguments wins over the profile's"),
-    ],
-)
-def test_what_the_script_sets_wins(
-    changes: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, **changes)
-    assert line in capsys.readouterr().out
-    assert all(getattr(trainer.args, name) == value for name, value in changes.items())
+def test_what_the_script_sets_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, optim="adafactor", bf16=True)
+    output = capsys.readouterr().out
+    assert "optim = 'adafactor' of your arguments wins over the profile's" in output
+    assert "bf16 = True of your arguments wins over the profile's" in output
+    assert (trainer.args.optim, trainer.args.bf16) == ("adafactor", True)
 
 
 def test_strict_refuses_what_would_be_skipped_or_replaced(tmp_path: Path) -> None:
@@ -265,10 +226,7 @@ def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_s
 
 
 def test_encoder_decoder_in_seq2seq_trainer(tmp_path: Path) -> None:
-    _, wanted = train(Seq2SeqTrainer, tmp_path / "plain", t5, kind=Seq2SeqTrainingArguments)
-    cls = hwopt.optimized(Seq2SeqTrainer, "cpu", **SPLIT)
-    trainer, found = train(cls, tmp_path / "ours", t5, kind=Seq2SeqTrainingArguments)
-    assert farthest(found, wanted) < CLOSE
+    trainer = compared(tmp_path, Seq2SeqTrainer, make=t5, changes={"kind": Seq2SeqTrainingArguments})
     assert all(len(step.sizes) > 2 for step in trainer._run.steps)
 
 
@@ -325,20 +283,24 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         hwopt.optimized(int)
     with pytest.raises(InputError, match="has a plan already"):
         hwopt.optimized(optimized())
-    with pytest.raises(InputError, match="additive = 'mean': expected one of"):
-        train(optimized(additive="mean"), tmp_path)
     with pytest.raises(InputError, match="needs model= or model_init="):
         optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True))
-    with pytest.raises(InputError, match="wrapped in DataParallel"):
-        train(optimized(), tmp_path, lambda: torch.nn.DataParallel(bert()))
-    with pytest.raises(InputError, match="the model is compiled"):
-        train(optimized(), tmp_path, compiled)
-    with pytest.raises(InputError, match="has float16 weights"):
-        train(optimized(), tmp_path, lambda: bert().half())
-    with pytest.raises(InputError, match="no_such_plugin"):
-        train(optimized(no_such_plugin={"a": 1}), tmp_path)
-    with pytest.raises(InputError, match="expected the options of plugin 'batch' as a dict"):
-        train(optimized(batch=4), tmp_path)
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"additive": "mean"}, "additive = 'mean': expected one of"),
+        ({"no_such_plugin": {"a": 1}}, "no_such_plugin"),
+        ({"batch": 4}, "expected the options of plugin 'batch' as a dict"),
+    ]
+    for given, message in settings:
+        with pytest.raises(InputError, match=message):
+            train(optimized(**given), tmp_path)
+    models: list[tuple[Any, str]] = [
+        (lambda: torch.nn.DataParallel(bert()), "wrapped in DataParallel"),
+        (compiled, "the model is compiled"),
+        (lambda: bert().half(), "has float16 weights"),
+    ]
+    for make, message in models:
+        with pytest.raises(InputError, match=message):
+            train(optimized(), tmp_path, make)
 
 
 def test_process_is_as_before_afterwards(tmp_path: Path) -> None:

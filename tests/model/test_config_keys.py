@@ -49,20 +49,13 @@ def test_hand_written_config_may_have_only_keys_that_are_read(name: str) -> None
     ("written", "found"),
     [
         ({"model_type": "llama", "rope_theta": 5e5}, lambda made: made.rope_parameters["rope_theta"] == 5e5),
-        ({"model_type": "phi", "partial_rotary_factor": 0.4}, lambda made: made.rope_parameters["partial_rotary_factor"] == 0.4),
         (
             {"model_type": "gemma3_text", "rope_theta": 2e6, "rope_local_base_freq": 3e4},
             lambda made: (
                 [made.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [2e6, 3e4]
             ),
         ),
-        (
-            {"model_type": "modernbert", "global_attn_every_n_layers": 2, "num_hidden_layers": 4},
-            lambda made: made.layer_types == ["full_attention", "sliding_attention"] * 2,
-        ),
         ({"model_type": "mixtral", "num_experts": 4}, lambda made: made.num_local_experts == 4),
-        ({"model_type": "gpt_oss", "num_experts": 4}, lambda made: made.num_local_experts == 4),
-        ({"model_type": "qwen3_moe", "num_local_experts": 4}, lambda made: made.num_experts == 4),
         ({"model_type": "gpt2", "hidden_size": 64}, lambda made: made.n_embd == 64),
         ({"model_type": "bert", "num_labels": 5}, lambda made: len(made.id2label) == 5),
         (
@@ -96,10 +89,6 @@ def test_keys_that_only_the_model_reads_take_effect() -> None:
     [
         ({"model_type": "llama", "rope_teta": 5e5}, "rope_teta: llama has no such key. Did you mean 'rope_theta'?"),
         ({"model_type": "deberta-v2", "norm_rel_embd": "layer_norm"}, "Did you mean 'norm_rel_ebd'?"),
-        ({"model_type": "deberta-v2", "position_bucket": 256}, "Did you mean 'position_buckets'?"),
-        ({"model_type": "qwen3_moe", "num_expert": 8}, "Did you mean 'num_experts'?"),
-        ({"model_type": "mixtral", "num_experts_per_token": 2}, "Did you mean 'num_experts_per_tok'?"),
-        ({"model_type": "modernbert", "global_rope_teta": 1e4}, "Did you mean 'global_rope_theta'?"),
         (
             {"model_type": "gemma3", "text_config": {"num_hiden_layers": 2}},
             "model.config.text_config.num_hiden_layers: gemma3_text has no such key. Did you mean 'num_hidden_layers'?",
@@ -117,11 +106,9 @@ def test_misspelled_key_is_rejected_with_the_nearest_name(written: dict[str, Any
     "written",
     [
         {"model_type": "bert", "num_layers": 2},  # another architecture's name
-        {"model_type": "bert", "rope_theta": 1e4},  # no rotary embeddings
         {"model_type": "modernbert", "rope_theta": 1e4},  # it has two
         {"model_type": "llama", "temperature": 0.5},  # of text generation: transformers drops it
         {"model_type": "llama", "attn_implementation": "eager"},  # a plugin selects the kernel
-        {"model_type": "llama", "gradient_checkpointing": True},  # likewise
     ],
     ids=lambda written: "-".join(map(str, written.values())),
 )
@@ -130,7 +117,7 @@ def test_key_without_effect_is_rejected(written: dict[str, Any]) -> None:
         load_config(None, written)
 
 
-@pytest.mark.parametrize("kind", ["albert", "bart", "cohere2", "deepseek_v3", "falcon", "mamba", "opt", "qwen3_5_text", "xlnet"])
+@pytest.mark.parametrize("kind", ["bart", "cohere2", "deepseek_v3", "mamba", "qwen3_5_text"])
 def test_architecture_accepts_every_key_that_it_saves(kind: str) -> None:
     saved = AutoConfig.for_model(kind).to_dict()
     written = {key: value for key, value in saved.items() if key not in SAVED_KEYS}

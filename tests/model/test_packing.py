@@ -14,14 +14,8 @@ from hwopt.model.facts import is_decoder, model_class
 from hwopt.model.packing import packing_problem
 
 APART = "keeps documents apart"
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-}
+SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA = SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
 NUMBERS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS = SMALL | {"moe_intermediate_size": 64} | NUMBERS
@@ -32,22 +26,11 @@ DECODERS: dict[str, tuple[Mapping[str, Any], str]] = {
     "llama": (SMALL, APART),
     "mistral": (SMALL, APART),
     "mixtral": (EXPERTS, APART),
-    "ministral3": (SMALL, APART),
-    "phi": (SMALL, APART),
-    "phi3": (SMALL | {"pad_token_id": 0}, APART),
-    "phimoe": (EXPERTS, APART),
-    "qwen2": (SMALL, APART),
     "qwen3": (SMALL, APART),
-    "qwen3_moe": (EXPERTS, APART),
-    "starcoder2": (SMALL, APART),
-    "gemma2": (SMALL, APART),
     "gemma3_text": (SMALL | {"head_dim": 16}, APART),
     "gpt2": ({"n_embd": 64, "n_head": 4, "n_layer": 2}, APART),
     "gpt_neox": (SMALL, APART),
-    "olmo2": (SMALL, APART),
-    "granite": (SMALL, APART),
     "cohere2": (SMALL, APART),
-    "stablelm": (SMALL, APART),
     "lfm2": (SMALL | {"layer_types": ["full_attention"] * 4}, APART),
     "lfm2 with convolutions": (SMALL | {"layer_types": CONVOLUTION}, "mixes packed documents"),
     "lfm2 with a late convolution": (

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from event_calls import calling
 
-from hwopt import api
 from hwopt.system import garbage
-from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
-
-
-@pytest.fixture(autouse=True)
-def thresholds() -> Iterator[None]:
-    before = gc.get_threshold()
-    yield
-    gc.set_threshold(*before)
-
-
-class Thresholds(Recorder):
-    def on_start(self, run: object) -> None:
-        self.seen = gc.get_threshold()
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 
 def test_training_collects_as_usual(tmp_path: Path) -> None:
-    garbage.collect_seldom()
-    assert gc.get_threshold() == garbage.STARTING
-    listener = Thresholds()
+    before, seen = gc.get_threshold(), []
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=1))
-    api.execute(plan, tmp_path / "run", listener, cache=tmp_path / "cache")
-    assert listener.seen == garbage.USUAL
+    plan.recipe.events.append(calling(on_step_begin=lambda run: seen.append(gc.get_threshold())))
+    try:
+        garbage.collect_seldom()
+        assert gc.get_threshold() == garbage.STARTING
+        train_tiny(plan, tmp_path)
+        assert seen == [garbage.USUAL]
+    finally:
+        gc.set_threshold(*before)

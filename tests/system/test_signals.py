@@ -120,15 +120,7 @@ def terminated(handlers: None) -> Iterator[None]:
         yield
 
 
-def test_exit_code_of_an_effect_is_the_signals(terminated: None) -> None:
+def test_exit_code_of_an_effect_is_the_signals_and_that_of_an_own_cause_is_kept(terminated: None) -> None:
     assert signals.exit_code(WorkerDiedError("a data-loading worker died")) == 143
     assert signals.exit_code(RuntimeError("Connection closed by peer")) == 143
-
-
-def test_exit_code_of_an_own_cause_is_kept(terminated: None) -> None:
     assert signals.exit_code(StorageError("No space left on device")) == StorageError.exit_code == 6
-
-
-def test_announcement_reaches_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
-    signals.announce_stop()
-    assert "then saving" in capfd.readouterr().err

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hwopt.system import watchdog
-from hwopt.system.signals import DUPLICATE_SECONDS, is_second_signal
 from hwopt.system.watchdog import Watchdog
 
 
@@ -79,10 +78,3 @@ def test_time_without_a_cpu_and_a_compile_are_no_hang(tmp_path: Path, exits: Exi
     with exits.watch(tmp_path):
         time.sleep(1.0)
     assert exits.codes == []
-
-
-def test_forwarded_copy_is_not_a_second_signal() -> None:
-    now = time.monotonic()
-    assert not is_second_signal(15, [])
-    assert not is_second_signal(15, [(15, now)])
-    assert is_second_signal(15, [(2, now - 2 * DUPLICATE_SECONDS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,19 +56,11 @@ def test_a_metric_that_is_not_finite_is_no_improvement() -> None:
     assert ours.stops
 
 
-def make_plan(folder: Path, patience: int | None = 2, **training: Any) -> Plan:
+def make_plan(folder: Path, patience: int = 2) -> Plan:
     """A run whose evaluation loss improves once at most: its threshold is larger than any later improvement."""
-    settings = {
-        "max_steps": 12,
-        "eval_steps": 2,
-        "save_steps": 1,
-        "save_total_limit": 0,
-        "metric_for_best_model": "eval_loss",
-        "early_stopping_threshold": 5.0,
-    }
-    if patience is not None:
-        settings["early_stopping_patience"] = patience
-    return plan_for(tiny_profile(), tiny_job(folder / "data", **(settings | training)))
+    stopping = {"metric_for_best_model": "eval_loss", "early_stopping_threshold": 5.0, "early_stopping_patience": patience}
+    job = tiny_job(folder / "data", max_steps=12, eval_steps=2, save_steps=1, save_total_limit=0, **stopping)
+    return plan_for(tiny_profile(), job)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +81,7 @@ def test_a_run_stops_after_evaluations_without_improvement(stopped: tuple[Path, 
     assert f"The best weights are those of step {summary['best_step']}" in log
 
 
-@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("step", [3, 6])
 def test_a_resumed_run_stops_at_the_same_step(step: int, stopped: tuple[Path, Recorder], tmp_path: Path) -> None:
     """Step 6 is that of a process killed between the decision and final/."""
     folder, _ = stopped
@@ -102,10 +95,7 @@ def test_a_resumed_run_stops_at_the_same_step(step: int, stopped: tuple[Path, Re
 def test_resume_of_a_stopped_run_is_complete_unless_patience_grows(stopped: tuple[Path, Recorder], tmp_path: Path) -> None:
     folder, _ = stopped
     run = rewound(folder, tmp_path / "run", 12)
-    for name in ("final", "summary.json"):
-        (run / name).unlink(missing_ok=True) if (run / name).is_file() else None
-    import shutil
-
+    (run / "summary.json").unlink(missing_ok=True)
     shutil.copytree(folder / "final", run / "final")
     shutil.copy(folder / "summary.json", run)
     recorder = Recorder()
@@ -114,13 +104,6 @@ def test_resume_of_a_stopped_run_is_complete_unless_patience_grows(stopped: tupl
     longer = api.execute(make_plan(folder.parent, patience=3), run, recorder, cache=tmp_path / "cache", resume=True)
     assert longer["step"] == 8
     assert any("early_stopping_patience was 2 and is 3" in warning for warning in recorder.warnings)
-
-
-def test_a_run_without_patience_trains_to_its_end(tmp_path: Path) -> None:
-    train_tiny(make_plan(tmp_path, patience=None, max_steps=8, save_steps=None), tmp_path)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["step"] == 8
-    assert "early_stopping_count" not in summary
 
 
 def test_early_stopping_needs_evaluation_data(tmp_path: Path) -> None:

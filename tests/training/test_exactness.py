@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training.float64 import tiny_run
 
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.data.batches.step_batch import Step, StepBatch
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
-from hwopt.plugin.registry import Registry
-from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.training.build import build
 from hwopt.training.run import Run
 
 ROWS = 11
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
-
-
-class Float64(Plugin):
-    """Builds the model in float64, so that rounding does not hide a wrong weight."""
-
-    name = "width"
-    stage = Stage.MODEL
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of exactness")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.model_kwargs["dtype"] = torch.float64
-
-
-@contextmanager
-def tiny_run(folder: Path, kind: str, dtype: str) -> Iterator[Run]:
-    registry = Registry()
-    registry.add(Float64)
-    profile = tiny_profile(**({"width": {}} if dtype == "float64" else {}))
-    with build(plan_for(profile, tiny_job(folder / "data", kind), registry), folder / "run", folder / "cache") as run:
-        yield run
 
 
 def split_step(run: Run, groups: list[list[int]]) -> StepBatch:
@@ -76,7 +50,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "image-classification", "seq2seq-lm"])
 def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
-    with tiny_run(tmp_path, kind, dtype) as run:
+    with tiny_run(tmp_path, kind, dtype=dtype) as run:
         whole = gradient(run, split_step(run, [list(range(ROWS))]))
         assert whole.norm() > 0
 
@@ -93,7 +67,7 @@ def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int,
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int, tmp_path: Path) -> None:
     """The gradients over each rank's samples, summed, equal the gradient of a single rank."""
-    with tiny_run(tmp_path, kind, "float64") as run:
+    with tiny_run(tmp_path, kind) as run:
         dataset = run.train_loader.dataset
         for step in range(run.steps_per_epoch):  # the last step is partial
             parts = []
@@ -101,22 +75,17 @@ def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int
                 run.world_size = 1  # the weights count all ranks; this test sums the ranks itself
                 total = torch.zeros(())
                 for rank in range(ranks):
-                    sampler: StepSampler = partial_sampler(run, rank, ranks)
+                    whole: StepSampler = run.train_loader.sampler
+                    sampler = replace(whole, rank=rank, world_size=ranks, total_steps=run.steps_per_epoch)
                     total = total + gradient(run, dataset[list(sampler)[step]])
                 parts.append(total)
             assert (parts[0] - parts[1]).norm() <= 1e-12 * parts[0].norm()
 
 
-def partial_sampler(run: Run, rank: int, world: int) -> StepSampler:
-    from dataclasses import replace
-
-    return replace(run.train_loader.sampler, rank=rank, world_size=world, total_steps=run.steps_per_epoch)
-
-
 def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
     """The logits of a row do not depend on the width that it is padded to."""
     for kind in ("text-classification", "causal-lm"):
-        with tiny_run(tmp_path / kind, kind, "float64") as run:
+        with tiny_run(tmp_path / kind, kind) as run:
             run.inner_model.eval()
             together = split_step(run, [list(range(ROWS))])
             alone = split_step(run, [[row] for row in range(ROWS)])
@@ -129,22 +98,9 @@ def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
 
 
 def test_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
-    with tiny_run(tmp_path, "text-classification", "float64") as run:
+    with tiny_run(tmp_path, "text-classification") as run:
         sampler = run.train_loader.sampler
         steps = list(sampler.__class__(**{**sampler.__dict__, "rows": 16, "total_steps": 3}))
         assert [len(step.samples) for step in steps] == [16, 16, 8]
         last = run.train_loader.dataset[steps[-1]]
         assert sum(micro_batch.loss_weight * micro_batch.count for micro_batch, _ in last.micro_batches()) == pytest.approx(1.0)
-
-
-def test_sampler_and_collate_are_picklable() -> None:
-    import pickle
-
-    import numpy as np
-
-    from hwopt.data.batches.collate import Collate, cut_in_order
-    from hwopt.training.randomness import shuffled
-
-    sampler = StepSampler(np.ones(4), np.ones(4), shuffled, 0, 2, 2)
-    assert len(pickle.loads(pickle.dumps(sampler))) == 2
-    assert pickle.loads(pickle.dumps(Collate(cut_in_order, 2, pad_id=0))).pad_id == 0

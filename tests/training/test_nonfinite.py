@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
 from hwopt.training.run import Run
-from hwopt.training.telemetry.telemetry import Telemetry
 
 STEPS = 6
 PARAMETERS = 12
@@ -134,45 +132,20 @@ def state_without_updates(plan: Plan, folder: Path, steps: tuple[int, ...]) -> l
         return state_of(run)
 
 
-@dataclass
-class Draw:
-    """One place and kind of a non-finite number."""
-
-    step: int
-    micro_batch: int
-    parameter: int | None
-    value: float
-    optimizer: str
-    precision: dict[str, str]
-
-    @property
-    def poison(self) -> dict[str, Any]:
-        return {
-            "steps": [self.step],
-            "micro_batch": self.micro_batch,
-            "value": self.value,
-            **({} if self.parameter is None else {"parameter": self.parameter}),
-        }
-
-
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "adamw_torch_8bit"]
 PRECISIONS = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "level": "O2"}]
 
 
-def draws(number: int, optimizers: list[str]) -> list[Draw]:
-    """`number` cases: optimizers and precisions in turn, the rest at random."""
+def draws(number: int, optimizers: list[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """`number` cases (tables, poison): optimizers and precisions in turn, the rest at random."""
     drawn = random.Random(0)
-    return [
-        Draw(
-            step=drawn.randint(1, STEPS),
-            micro_batch=drawn.randint(0, 1),
-            parameter=drawn.choice([None, drawn.randrange(PARAMETERS)]),
-            value=drawn.choice([math.nan, math.inf, -math.inf]),
-            optimizer=optimizers[number % len(optimizers)],
-            precision=PRECISIONS[number // len(optimizers) % len(PRECISIONS)],
-        )
-        for number in range(number)
-    ]
+    for case in range(number):
+        name, precision = optimizers[case % len(optimizers)], PRECISIONS[case // len(optimizers) % len(PRECISIONS)]
+        poison = {"steps": [drawn.randint(1, STEPS)], "micro_batch": drawn.randint(0, 1)}
+        if drawn.random() < 0.5:
+            poison["parameter"] = drawn.randrange(PARAMETERS)
+        value = {"value": drawn.choice([math.nan, math.inf, -math.inf])}
+        yield {"optimizer": {"name": name}, "precision": precision}, poison | value
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning", "ignore::DeprecationWarning:torch")
@@ -183,36 +156,20 @@ def test_nonfinite_update_is_skipped(
     number: int, optimizers: list[str], tmp_path: Path, figures: Callable[[str, str], None]
 ) -> None:
     for place, draw in enumerate(draws(number, optimizers)):
-        folder = tmp_path / str(place)
-        tables = {"optimizer": {"name": draw.optimizer}, "precision": draw.precision}
-        run, recorder, rows = trained(planned(folder, tables, draw.poison, on_nonfinite="skip"), folder)
-        wanted = state_without_updates(planned(folder, tables), folder, (draw.step,))
+        folder, (tables, poison) = tmp_path / str(place), draw
+        (step,) = poison["steps"]
+        run, recorder, rows = trained(planned(folder, tables, poison, on_nonfinite="skip"), folder)
+        wanted = state_without_updates(planned(folder, tables), folder, (step,))
         found = state_of(run)
         assert all(torch.isfinite(tensor.float()).all() for tensor in found), draw
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)), draw
         first = next(row for row in rows if "skipped_updates" in row)
-        assert first["step"] == draw.step + draw.step % 2, "the first log point after the step"
-        assert [row["skipped_updates"] for row in rows if "skipped_updates" in row][-1] == 1
+        assert first["step"] == step + step % 2, "the first log point after the step"
+        assert rows[-1]["skipped_updates"] == 1
         assert all(math.isfinite(row["loss"]) for row in rows), "the mean counts finite losses only"
-        assert (rows[-1].get("nonfinite_losses") == 1) == (draw.parameter is None)
-        assert [line for line in recorder.warnings if f"at step {draw.step}: the update was skipped" in line], recorder.warnings
+        assert (rows[-1].get("nonfinite_losses") == 1) == ("parameter" not in poison)
+        assert [line for line in recorder.warnings if f"at step {step}: the update was skipped" in line], recorder.warnings
     figures("NaN/inf in the loss or a gradient", f"{number} of {number}: no poisoned update, shown in the log")
-
-
-def test_logged_loss_is_the_mean_of_the_finite_micro_batches(tmp_path: Path) -> None:
-    poison = {"steps": [2], "micro_batch": 1, "value": math.inf}
-    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", logging_steps=2)
-    _, _, rows = trained(plan, tmp_path)
-    # the same two steps: the mean over 3 of their 4 micro-batches
-    with build(planned(tmp_path, {}), tmp_path / "again", tmp_path / "cache") as run:
-        loop = Loop(run, AsyncWriter(run))
-        run.model.train()
-        batches = loop.batches()
-        loop.update(next(batches))
-        loop.accumulation.accumulate(next(batches), "at step 2")
-        losses = loop.telemetry.interval.losses.values(run.device).tolist()
-    assert len(losses) == 4
-    assert rows[0]["loss"] == pytest.approx(sum(losses[:3]) / 1.5)
 
 
 @pytest.mark.parametrize(
@@ -265,29 +222,6 @@ def test_zero_skips_nonfinite_updates(stage: int, dtype: str, tmp_path: Path) ->
     again = planned(tmp_path, {"precision": {"dtype": dtype}}, poison, on_nonfinite="skip")
     _, _, plain = trained(again, tmp_path / "plain")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-2 if dtype == "bf16" else 1e-5)
-
-
-def test_telemetry_state_is_json_and_restores_in_a_log_interval(tmp_path: Path) -> None:
-    """A new Telemetry loads the state, as JSON, in the middle of a log interval."""
-    poison = {"steps": [2, 5], "micro_batch": 0}
-    plan = planned(tmp_path, {}, poison, on_nonfinite="skip", nonfinite_fraction=1.0, logging_steps=3)
-    _, _, whole = trained(plan, tmp_path)
-    with build(plan, tmp_path / "again", tmp_path / "cache") as run:
-        loop = Loop(run, AsyncWriter(run))
-        run.engine.init_state()
-        run.model.train()
-        rows = []
-        for batch in loop.batches():
-            loop.update(batch)
-            rows += [row] if (row := loop.telemetry.stepped(batch)) else []
-            if run.step in (2, 5):
-                state = json.loads(json.dumps(loop.telemetry.state_dict()))
-                loop.telemetry = loop.accumulation.telemetry = Telemetry(run)
-                loop.telemetry.load_state_dict(state)
-        rows += [row] if (row := loop.telemetry.flush()) else []
-    for key in ("step", "loss", "grad_norm", "skipped_updates", "nonfinite_losses"):
-        assert [row[key] for row in rows] == [row[key] for row in whole], key
-    assert loop.telemetry.divergence.skipped_updates == 2
 
 
 def test_nonfinite_update_applied_by_deepspeed_ends_the_run() -> None:

@@ -9,12 +9,6 @@ from hwopt.training.randomness import DROPOUT, UPDATE, mix, reseeder, shuffled
 number = st.integers(0, 2**63 - 1)
 
 
-@given(number, st.lists(number, max_size=4))
-def test_mix_is_deterministic_and_has_63_bits(seed: int, place: list[int]) -> None:
-    assert mix(seed, *place) == mix(seed, *place)
-    assert 0 <= mix(seed, *place) < 2**63
-
-
 def test_mix_differs_for_neighbouring_places() -> None:
     seen = {mix(seed, step, sample) for seed in range(8) for step in range(40) for sample in range(40)}
     assert len(seen) == 8 * 40 * 40
@@ -31,10 +25,7 @@ def test_order_is_a_permutation_fixed_by_seed_and_epoch(samples: int, seed: int,
     order = shuffled([1] * samples, seed, epoch)
     assert sorted(order) == list(range(samples))
     assert (order == shuffled([1] * samples, seed, epoch)).all()
-
-
-def test_epochs_have_different_orders() -> None:
-    assert (shuffled([1] * 100, 0, 0) != shuffled([1] * 100, 0, 1)).any()
+    assert samples < 20 or (order != shuffled([1] * samples, seed, epoch + 1)).any()
 
 
 def test_dropout_depends_only_on_step_and_sample() -> None:

@@ -14,10 +14,10 @@ from hwopt.report.terminal import Terminal
 from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, write_samples
 
 
-def run_shown(folder: Path, kind: str = "text-classification", **options: object) -> str:
+def run_shown(folder: Path, **options: object) -> str:
     """What the screen shows of a run with test data in `folder`."""
     data = {"test": str(write_samples(folder / "test.jsonl", 15, seed=2))}
-    job = tiny_job(folder / "data", kind, data=data, max_steps=6, eval_steps=2, save_steps=1, save_total_limit=0)
+    job = tiny_job(folder / "data", data=data, max_steps=6, eval_steps=2, save_steps=1, save_total_limit=0)
     shown = StringIO()
     screen = Screen(Terminal(file=shown, width=200))
     target = folder / "run"
@@ -66,10 +66,3 @@ def test_details_of_the_best_evaluation_survive_a_resume(finished: tuple[Path, s
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
     rows = [line for line in (tmp_path / "run/final/README.md").read_text().splitlines() if line.startswith("| f1 |")]
     assert rows == [f"| f1 | {before['best_eval_f1']:.4f} | {before['test_f1']:.4f} |"]
-
-
-def test_a_language_model_has_no_classes(tmp_path: Path) -> None:
-    shown = run_shown(tmp_path, "causal-lm")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert {name for name, value in summary.items() if not isinstance(value, int | float)} <= {"use"}
-    assert "support" not in shown

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +10,17 @@ import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
+from training.float64 import tiny_run
 
-from hwopt.config.job import make_job
+from hwopt.config.job import load_job, make_job
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import InputError, PluginError
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
-from hwopt.plugin.registry import Registry
 from hwopt.tasks.labels import label_weights
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.build import build
 from hwopt.training.run import Run
 
 WEIGHTED = "task.class_weights={colour = 3.5, other = 0.2}"
-
-
-class Float64(Plugin):
-    """Builds the model in float64, so that rounding does not hide a wrong weight."""
-
-    name = "width"
-    stage = Stage.MODEL
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of exactness")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.model_kwargs["dtype"] = torch.float64
-
-
-@contextmanager
-def tiny_run(folder: Path, kind: str, assignments: list[str], rows: int, **tables: Any) -> Iterator[Run]:
-    """A run with `rows` rows in a micro-batch, and 8 in a step."""
-    registry = Registry()
-    registry.add(Float64)
-    job = make_job(tiny_job(folder / "data", kind).document, assignments)
-    profile = tiny_profile(**({"batch": {"train": rows, "effective": 8}, "width": {}} | tables))
-    with build(plan_for(profile, job, registry), folder / f"run{rows}", folder / "cache") as run:
-        yield run
+ROWS = {"train": 4, "effective": 8}
 
 
 def first_step(run: Run) -> tuple[Any, torch.Tensor, float]:
@@ -77,7 +49,7 @@ def first_step(run: Run) -> tuple[Any, torch.Tensor, float]:
 def test_a_step_has_the_mean_loss_of_torch_with_any_split(kind: str, assignments: list[str], tmp_path: Path) -> None:
     found = []
     for rows in (8, 3, 1):
-        with tiny_run(tmp_path, kind, assignments, rows) as run:
+        with tiny_run(tmp_path, kind, *assignments, batch={"train": rows, "effective": 8}) as run:
             batch, gradient, mean = first_step(run)
             found.append((gradient, mean))
             if rows == 8:
@@ -110,7 +82,7 @@ def test_weights_and_smoothing_change_the_training_loss_and_not_the_evaluation(t
 def test_weights_are_exact_with_other_splits_and_packing(table: str, tmp_path: Path) -> None:
     found = []
     for tables in ({}, {table: {}}):
-        with tiny_run(tmp_path / str(len(tables)), "text-classification", [WEIGHTED], 4, **tables) as run:
+        with tiny_run(tmp_path / str(len(tables)), "text-classification", WEIGHTED, batch=ROWS, **tables) as run:
             found.append(first_step(run)[1])
     assert (found[0] - found[1]).norm() <= 1e-5 * found[0].norm()
 
@@ -118,7 +90,8 @@ def test_weights_are_exact_with_other_splits_and_packing(table: str, tmp_path: P
 def test_weights_reach_the_workers(tmp_path: Path) -> None:
     found = []
     for workers in (0, 1):
-        with tiny_run(tmp_path / str(workers), "text-classification", [WEIGHTED], 4, dataloader={"num_workers": workers}) as run:
+        tables = {"batch": ROWS, "dataloader": {"num_workers": workers}}
+        with tiny_run(tmp_path / str(workers), "text-classification", WEIGHTED, **tables) as run:
             found.append(next(iter(run.train_loader)).units)
     assert found[0] == found[1]
     assert set(found[0]) <= {3.5, 0.2}
@@ -142,21 +115,11 @@ def test_a_label_without_a_weight_has_weight_1() -> None:
         (
             "text-classification",
             "task.class_weights=balance",
-            "task.class_weights: expected \"balanced\" or a table { LABEL = WEIGHT }, got 'balance'",
+            "or a table { LABEL = WEIGHT }, got 'balance'",
         ),
         ("text-classification", "task.class_weights={colour = 0}", "the weight of 'colour' is 0; expected a number above 0"),
-        (
-            "text-classification",
-            "task.class_weights={colour = true}",
-            "the weight of 'colour' is True; expected a number above 0",
-        ),
-        ("text-classification", "task.class_weights={}", "got {}"),
         ("text-classification", "task.label_smoothing=1.0", "task.label_smoothing"),
-        (
-            "causal-lm",
-            "task.class_weights=balanced",
-            "task.class_weights belongs to task.kind = 'image-classification'",
-        ),
+        ("causal-lm", "task.class_weights=balanced", "task.class_weights belongs to task.kind = 'image-classification'"),
     ],
 )
 def test_bad_values_are_refused(kind: str, assignment: str, message: str, tmp_path: Path) -> None:
@@ -173,10 +136,6 @@ def test_a_plugin_that_computes_the_loss_is_refused_with_label_smoothing(tmp_pat
 def test_the_job_of_a_run_folder_repeats_the_weights(tmp_path: Path) -> None:
     job = make_job(tiny_job(tmp_path / "data", max_steps=1).document, [WEIGHTED])
     train_tiny(plan_for(tiny_profile(), job), tmp_path)
-    plan = json.loads((tmp_path / "run/plan.json").read_text())
-    assert plan["job"]["task"]["class_weights"] == {"colour": 3.5, "other": 0.2}
-    from hwopt.config.job import load_job
-
     assert load_job(tmp_path / "run/job.toml").job.task.class_weights == {"colour": 3.5, "other": 0.2}
 
 

@@ -1,8 +1,6 @@
-"""Divergence: skipped updates, non-finite losses and loss spikes, found in the logged numbers.
+"""Divergence: skipped updates, non-finite losses and loss spikes, found in the logged numbers, against the job's limits.
 
-The host looks at log points only. The engine decides on the device whether an update is made (hwopt.distributed.engine); this
-module counts skipped updates, reports them, and compares them with the job's limits: `training.on_nonfinite`,
-`nonfinite_limit`, `nonfinite_fraction` and `loss_spike`.
+The engine decides on the device whether an update is made; the host looks at log points only.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def advice() -> str:
 def spike_above(recent: Sequence[float], first_level: float) -> float:
     """The loss above which a log point is a spike, given the `recent` losses and the level that the run started at.
 
-    It is the median of `recent`, plus the greater of 6 standard deviations and a quarter of `first_level`. The standard deviation
-    is estimated from the median absolute deviation, which a few outliers do not change.
+    The standard deviation is estimated from the median absolute deviation, which a few outliers do not change.
     """
     middle = median(recent)
     deviation = 1.4826 * median(abs(loss - middle) for loss in recent)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-FOLD = 256
-"""Scalars that a `ScalarList` keeps as separate tensors."""
 
 
 @dataclass
@@ -34,30 +31,17 @@ class Counts:
         self.wait += other.wait
 
 
-class ScalarList:
-    """Scalars on the device, in order. `fold` stacks them now and then, so that a long interval holds few tensors."""
-
-    def __init__(self) -> None:
-        self.folded: list[Tensor] = []
-        self.fresh: list[Tensor] = []
-
-    def fold(self) -> None:
-        if len(self.fresh) >= FOLD:
-            self.folded.append(torch.stack(self.fresh))
-            self.fresh = []
-
-    def values(self, device: torch.device) -> Tensor:
-        """All scalars, (count,) float64 on `device`."""
-        parts = [*self.folded, *([torch.stack(self.fresh)] if self.fresh else [])]
-        return torch.cat([part.double() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+def joined(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All `scalars`, (count,) float64 on `device`."""
+    return torch.stack(list(scalars)).double() if scalars else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 @dataclass
 class Interval:
     counts: Counts = field(default_factory=Counts)
-    norms: ScalarList = field(default_factory=ScalarList)
+    norms: list[Tensor] = field(default_factory=list)
     """The gradient norm of each step."""
-    losses: ScalarList = field(default_factory=ScalarList)
+    losses: list[Tensor] = field(default_factory=list)
     """What each micro-batch adds to its step's mean loss."""
     weights: list[float] = field(default_factory=list)
     """The part of its step that each micro-batch is."""
@@ -66,10 +50,7 @@ class Interval:
     unmeasured_seconds: float = 0.0
 
     def measured(self, seconds: float) -> tuple[Counts, float]:
-        """The counts and the time of the steps from which speeds are computed, of an interval of `seconds`.
-
-        These are all steps if each of them was profiled.
-        """
+        """The counts and the time of the steps without those under the profiler; of all steps if each was profiled."""
         counts, left = self.counts, self.unmeasured
         if counts.steps <= left.steps:
             return counts, max(seconds, 1e-9)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hwopt.errors import NonFiniteError
 from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval
-from hwopt.training.telemetry.interval import Counts, Interval
+from hwopt.training.telemetry.interval import Counts, Interval, joined
 
 if TYPE_CHECKING:
     from hwopt.data.batches.step_batch import MicroBatch, StepBatch
@@ -100,16 +100,16 @@ class Telemetry:
     def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Keep the summed `loss` of a micro-batch on the device; the next log point checks whether it is finite."""
         if micro_batch.loss_weight:
-            self.interval.losses.fresh.append(loss * micro_batch.loss_weight)
+            self.interval.losses.append(loss * micro_batch.loss_weight)
             self.interval.weights.append(micro_batch.count * micro_batch.loss_weight)
 
     def mark(self) -> int:
         """The position for `reset_to`: the number of losses so far."""
-        return len(self.interval.losses.fresh)
+        return len(self.interval.losses)
 
     def reset_to(self, mark: int) -> None:
         """Forget the micro-batches since `mark`: their step is retried."""
-        losses, weights = self.interval.losses.fresh, self.interval.weights
+        losses, weights = self.interval.losses, self.interval.weights
         del weights[len(weights) - (len(losses) - mark) :], losses[mark:]
 
     def stepped(self, batch: StepBatch) -> Row | None:
@@ -119,9 +119,7 @@ class Telemetry:
         counts.steps += 1
         counts.samples += batch.rows
         counts.tokens += batch.tokens
-        interval.norms.fresh.append(self.run.engine.norm)
-        interval.norms.fold()
-        interval.losses.fold()
+        interval.norms.append(self.run.engine.norm)
         row = self.flush() if self.arrived() else None
         if self.at_log_point():
             row = self.flush() or row  # on a slow device, wait for the previous row
@@ -143,7 +141,7 @@ class Telemetry:
         If the other ranks are lost, this rank's values stand for theirs.
         """
         device = self.run.device
-        losses = self.interval.losses.values(device)
+        losses = joined(self.interval.losses, device)
         weights = torch.tensor(self.interval.weights, dtype=torch.float64)
         if device.type == "cuda":
             weights = weights.pin_memory().to(device, non_blocking=True)
@@ -162,7 +160,7 @@ class Telemetry:
         measured, seconds = self.interval.measured(now - self.logged)
         scale, world = run.engine.loss_scale(), run.world_size
         scales = [] if scale is None else [scale.double().reshape(1)]
-        values = torch.cat([self.sums(), self.interval.norms.values(run.device), *scales])
+        values = torch.cat([self.sums(), joined(self.interval.norms, run.device), *scales])
         row: Row = {
             "step": run.step,
             "epoch": round(run.epoch, 4),
@@ -247,7 +245,7 @@ class Telemetry:
             "interval": {
                 "counts": asdict(interval.counts),
                 "sums": self.sums().tolist(),
-                "norms": interval.norms.values(self.run.device).tolist(),
+                "norms": joined(interval.norms, self.run.device).tolist(),
             },
         }
 
@@ -259,11 +257,11 @@ class Telemetry:
         self.started = time.perf_counter() - state["seconds"]
         interval = state["interval"]
         self.interval = Interval(Counts.of(interval["counts"]))
-        self.interval.norms.folded.append(torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device))
+        self.interval.norms += torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device)
         if self.run.is_main:
             loss_sum, weight, count = interval["sums"]
             sums = [loss_sum, *[math.nan] * int(count)]
-            self.interval.losses.folded.append(torch.tensor(sums, dtype=torch.float64, device=self.run.device))
+            self.interval.losses += torch.tensor(sums, dtype=torch.float64, device=self.run.device)
             self.interval.weights += [0.0, *[weight / count] * int(count)] if count else [0.0]
 
     def mean_loss(self) -> float:

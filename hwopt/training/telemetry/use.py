@@ -1,13 +1,8 @@
-"""UseMeter: how well a run uses its device, over each log interval and over the run.
-
-A thread samples NVML and CPU times, a few steps are timed with events, and the rest is arithmetic at log points. No part waits
-for the device. docs/utilization.md explains the figures.
-"""
+"""UseMeter: how well a run uses its device. No part of it waits for the device. docs/utilization.md explains the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,11 +37,9 @@ class UseMeter:
         self.changed: tuple[str, float] = ("", 0.0)
         """A limit that differs from `spoken`, and for how many seconds."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Sample until the end of the block."""
-        with self.sampler.running():
-            yield
+        return self.sampler.running()
 
     def worker_ids(self) -> list[int]:
         """The process ids of the workers that load the training data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.aliases import option_for
@@ -31,9 +31,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.limit}: {self.figure}. Next: {self.next}"
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def limit_of(figures: Mapping[str, Any]) -> tuple[Limit, str]:

@@ -19,7 +19,6 @@ from hwopt.training.telemetry.divergence import (
     DivergenceMonitor,
     LoggedInterval,
     LossHistory,
-    list_steps,
     spike_above,
 )
 
@@ -77,11 +76,6 @@ def test_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     messages, error = observe(DivergenceMonitor(), 1, [nan], scale=64.0, nonfinite_losses=1, training={"on_nonfinite": "skip"})
     assert error is None
     assert "the loss of 1 micro-batch(es) was not finite" in messages[0]
-
-
-def test_long_lists_of_steps_are_shortened() -> None:
-    assert list_steps([3]) == "3"
-    assert list_steps(range(1, 9)) == "1, 2, 3, 4, 5 and 3 more"  # type: ignore[arg-type]
 
 
 def test_state_dict_restores_counts_and_history() -> None:

@@ -14,7 +14,7 @@ import torch
 from hwopt.config.task_kinds import task_facts
 from hwopt.errors import NonFiniteError
 from hwopt.testing import tiny_job
-from hwopt.training.telemetry.interval import FOLD, Counts, Interval, ScalarList
+from hwopt.training.telemetry.interval import Counts
 from hwopt.training.telemetry.telemetry import Telemetry
 
 BATCH: Any = SimpleNamespace(rows=4, tokens=10)
@@ -148,13 +148,3 @@ def test_row_of_lost_peers_is_estimated_at_a_log_point_only(tmp_path: Path) -> N
     row = telemetry.estimated_row()
     assert row is not None
     assert (row["step"], row["loss"]) == (2, 3.0)
-
-
-def test_scalars_keep_their_order_when_folded() -> None:
-    scalars = ScalarList()
-    for number in range(FOLD + 3):
-        scalars.fresh.append(torch.tensor(float(number)))
-        scalars.fold()
-    assert (len(scalars.folded), len(scalars.fresh)) == (1, 3)
-    assert scalars.values(torch.device("cpu")).tolist() == list(range(FOLD + 3))
-    assert Interval().losses.values(torch.device("cpu")).dtype == torch.float64
