@@ -159,5 +159,11 @@ class RunRecord:
                 yield title, details
 
 
+def value_of(row: MetricRow, key: str) -> float:
+    """The value of `key`; NaN if it was not finite, which JSON cannot hold."""
+    value = row[key]
+    return math.nan if value is None else value
+
+
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -9,9 +9,6 @@ from hwopt.report.sheet import Sheet, known
 from hwopt.text import cut
 
 CORNER = "true \\ predicted"
-"""The heading of the first column of a confusion matrix."""
-GAP = 2
-"""Spaces between two columns."""
 
 
 class Limits(NamedTuple):
@@ -24,12 +21,12 @@ class Limits(NamedTuple):
     label: int = 24
     """Characters of a label in a row."""
     heading: int = 10
-    """Characters of a label above a column of the matrix; more if `width` has room for them."""
-    width: int = 80
-    """Characters of the whole confusion matrix."""
+    """Characters of a label above a column of the matrix; more if WIDTH has room for them."""
 
 
 SCREEN = Limits()
+WIDTH, GAP = 80, 2
+"""Characters of a whole confusion matrix, and between its columns."""
 
 
 def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN) -> Iterator[Sheet]:
@@ -68,7 +65,7 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     if len(labels) <= limits.columns:
         cells = [(label, *(f"{count:,}" for count in row)) for label, row in zip(short, rows, strict=True)]
         first = max(map(len, (CORNER, *short)))
-        heading = max(limits.heading, (limits.width - first) // len(labels) - GAP)
+        heading = max(limits.heading, (WIDTH - first) // len(labels) - GAP)
         return Sheet((CORNER, *(cut(label, heading) for label in labels)), cells, "confusion matrix")
     errors = sorted(
         (-count, true, predicted)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.sheet import ABSENT, Sheet, gib, known, time_range, value_text
+from hwopt.report.memory import YES_OR_NO
+from hwopt.report.sheet import ABSENT, Sheet, gib, known, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
@@ -84,29 +85,28 @@ def metric_text(found: Any) -> str:
 def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Sheet:
     """The figures of plans, all predicted."""
 
-    def peak(memory: Mapping[str, Any]) -> str:
+    def peak(plan: Mapping[str, Any]) -> str:
+        memory = plan["memory"]
         return f"{gib(max(memory['peak_gib'], memory['eval_peak_gib'] or 0.0))} of {memory['free_gib']:.2f} GiB"
 
+    def speed(plan: Mapping[str, Any]) -> str:
+        slow, fast = (plan["batch"]["step"] / seconds for seconds in reversed(plan["memory"]["time"]["step"]))
+        form = ",.0f" if slow >= 100 else ".3g"
+        return f"{slow:{form}} to {fast:{form}}"
+
     def time(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: time_range(tuple(ends)))
+        return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: seconds_text(*ends))
 
     rows: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         "card": lambda plan: str(plan["hardware"]["name"]),
-        "fits": lambda plan: {True: "yes", False: "no", None: "unknown"}[plan["memory"]["fits"]],
-        "peak memory": lambda plan: peak(plan["memory"]),
+        "fits": lambda plan: YES_OR_NO[plan["memory"]["fits"]],
+        "peak memory": peak,
         "time per epoch": time("epoch"),
         "training time": time("total"),
         "time per step": time("step"),
-        "samples/s": lambda plan: known(plan["memory"]["time"], lambda time: speed_range(plan["batch"]["step"], time["step"])),
+        "samples/s": lambda plan: speed(plan) if plan["memory"]["time"] else ABSENT,
     }
     return Sheet(("", *names), [(label, *map(shown, plans)) for label, shown in rows.items()])
-
-
-def speed_range(rows: int, step: Sequence[float]) -> str:
-    """The samples per second of steps of `rows` rows that take `step` (both ends) seconds."""
-    low, high = rows / step[1], rows / step[0]
-    form = ",.0f" if low >= 100 else ".3g"
-    return f"{low:{form}} to {high:{form}}"
 
 
 def speed_ratios(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[tuple[str, Ratio]]:
@@ -209,13 +209,11 @@ def show_differences(console: Console, names: Sequence[str], found: Differences)
 def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:
     """What `hwopt compare RUN RUN --format json` prints."""
     folders = [str(record.folder) for record in records]
+    ratios = {folder: asdict(ratio) | {"clear": ratio.clear} for folder, ratio in speed_ratios(records, folders)}
     return {
-        "runs": [{"folder": folder} | figures(record) for folder, record in zip(folders, records, strict=True)],
+        "runs": [{"folder": str(record.folder)} | figures(record) for record in records],
         "against": folders[0],
-        "ratios": [
-            {"run": folder, "samples_per_second_ratio": asdict(ratio) | {"clear": ratio.clear}}
-            for folder, ratio in speed_ratios(records, folders)
-        ],
+        "ratios": [{"run": folder, "samples_per_second_ratio": ratio} for folder, ratio in ratios.items()],
         "different_job": job_differences(records),
         "differences": listed(differences([record.plan for record in records])),
     }

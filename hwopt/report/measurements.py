@@ -1,14 +1,11 @@
-"""How well a run used its device, as tables: the parts of a step, and the means of what was sampled.
-
-`summary.json` holds them under "use", and a row of metrics.jsonl those of its interval. A name ends with its unit.
-"""
+"""How well a run used its device ("use" in summary.json), as tables: the parts of a step, and the means of what was sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from hwopt.report.sheet import with_unit
+from hwopt.report.sheet import is_number, with_unit
 
 PARTS = {
     "data_wait_share": "waiting for data",
@@ -40,21 +37,13 @@ NAMES = {
 }
 
 
-class TimePart(NamedTuple):
-    """A part of a step in the bar of the step's time."""
-
-    name: str
-    share: float
-    """Of the sum of all parts."""
-
-
-def step_parts(use: Mapping[str, Any]) -> list[TimePart]:
-    """What the time of training is spent on: waiting for data, and the parts of a step; [] if no step was timed."""
-    if not all(isinstance(use.get(key), float | int) for key in PARTS):
+def step_parts(use: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(part of the time of training, its share): waiting for data, and the parts of a step; [] if no step was timed."""
+    if not use.keys() >= PARTS.keys():
         return []
     wait, *computed = (float(use[key]) for key in PARTS)
     shares = [wait, *((1 - wait) * part / max(sum(computed), 1e-9) for part in computed)]
-    return [TimePart(name, share) for name, share in zip(PARTS.values(), shares, strict=True)]
+    return list(zip(PARTS.values(), shares, strict=True))
 
 
 def step_rows(use: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -67,11 +56,6 @@ def device_rows(use: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in use.items():
         if isinstance(value, Mapping):
             for name, part in value.items():
-                if is_number(part):
-                    yield f"{key.replace('_', ' ')}: {name}", f"{part:.1%}"
+                yield f"{key.replace('_', ' ')}: {name}", f"{part:.1%}"
         elif key not in STEP and is_number(value):
             yield NAMES.get(key, key.replace("_", " ")), with_unit(key, value)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
-"""Screen: prints what happens in a run: one live line, evidence after step 1, evaluations, a summary.
+"""Screen: prints what happens in a run: evidence after step 1, log points, evaluations, a summary.
 
-On a terminal a line with a progress bar is updated in place. In a log file or a notebook every log point prints a line.
+On a terminal the log points are one line with a progress bar. In a log file or a notebook each prints a line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from hwopt.report.inference import show_classes
+from hwopt.report.sheet import seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say, say_parts, table
 from hwopt.text import cut
@@ -47,6 +48,8 @@ SHORT = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 """The same of the live line, which has the samples only where there are no tokens."""
+SUMMARY_FORMS = {"data_wait": "{:.1%}", "peak_memory_gib": "{:.2f} GiB", "gpu_utilization": "{:.0f} %"}
+"""Key of the summary -> how it is shown."""
 
 
 class Screen(Listener):
@@ -67,7 +70,9 @@ class Screen(Listener):
         held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
         say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
         if self.console.is_terminal:
-            self.progress = live_line(self.console)
+            # one line as wide as the terminal; the bar takes what the numbers leave
+            columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
+            self.progress = Progress(*columns, console=self.console, refresh_per_second=4, transient=True, expand=True)
             self.progress.add_task("", total=run.total_steps, completed=run.step, step=progress_of(run), rest=STARTING)
             self.progress.start()
 
@@ -83,33 +88,24 @@ class Screen(Listener):
             self.console.print(table(("plugin", "evidence", "seen"), rows))
 
     def on_log(self, run: Run, row: Row) -> None:
-        if "test_loss" in row:
-            self.show_evaluation(row, "test")
-        elif "eval_loss" in row:
-            self.show_evaluation(row, "eval")
+        for kind in ("test", "eval"):
+            if f"{kind}_loss" in row:
+                label = f"{kind} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
+                return say_parts(self.console, label, metric_texts(row, kind))
+        self.speed.add(row)
+        left = self.speed.seconds_left(run.total_steps - int(row["step"]))
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
+            self.on_heartbeat(run)
         else:
-            self.speed.add(row)
-            left = self.speed.seconds_left(run.total_steps - int(row["step"]))
-            if self.progress is not None:
-                self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
-                self.show_step(run)
-            else:
-                self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
+            self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
 
     def on_heartbeat(self, run: Run) -> None:
-        self.show_step(run)
-
-    def show_step(self, run: Run) -> None:
         """Update step and bar of the live line. Called for every micro-batch; the line is drawn four times a second."""
         if self.progress is not None:
             (task,) = self.progress.tasks
             rest = "training" if run.step and task.fields["rest"] == STARTING else task.fields["rest"]
             self.progress.update(task.id, completed=run.step, step=progress_of(run), rest=rest)
-
-    def show_evaluation(self, row: Row, prefix: str) -> None:
-        """Print the metrics of an evaluation ("eval"), or of the test ("test")."""
-        label = f"{prefix} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
-        say_parts(self.console, label, metric_texts(row, prefix))
 
     def on_message(self, run: Run, message: str) -> None:
         say(self.console, "note", message)
@@ -150,23 +146,14 @@ class Speed:
         self.seconds_per_step = 0.0
 
     def add(self, row: Row) -> None:
-        """Add a log point."""
-        seconds = 1 / max(row["steps_per_second"], 1e-9)
+        """Add a log point; the second one replaces the first."""
         self.rows += 1
-        if self.rows <= 2:  # the second one replaces the first
-            self.seconds_per_step = seconds
-        else:
-            self.seconds_per_step += SMOOTHING * (seconds - self.seconds_per_step)
+        weight = 1.0 if self.rows <= 2 else SMOOTHING
+        self.seconds_per_step += weight * (1 / max(row["steps_per_second"], 1e-9) - self.seconds_per_step)
 
     def seconds_left(self, steps: int) -> timedelta:
         """The remaining time of `steps` steps, in whole seconds."""
         return timedelta(seconds=round(steps * self.seconds_per_step))
-
-
-def live_line(console: Console) -> Progress:
-    """One line as wide as the terminal; the bar takes what the numbers leave."""
-    columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
-    return Progress(*columns, console=console, refresh_per_second=4, transient=True, expand=True)
 
 
 def short_line(row: Row, left: timedelta) -> str:
@@ -192,8 +179,8 @@ def progress_of(run: Run) -> str:
 def metric_texts(row: Row, prefix: str) -> list[str]:
     """The metrics of an evaluation, or of the test, without its speed."""
     timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
-    shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
-    return [f"{key} {value:.4f}" for key, value in shown.items()]
+    shown = [key for key in row if key.startswith(prefix) and key not in timing]
+    return [f"{key.removeprefix(f'{prefix}_')} {row[key]:.4f}" for key in shown]
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -209,22 +196,12 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 def summary_text(key: str, value: float) -> str:
     """A number of a summary with its unit."""
     if key.endswith("_runtime"):
-        return duration(value)
+        return seconds_text(value)
     if key.endswith("_per_second"):
         number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         return f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
     if key in SUMMARY_FORMS:
         return SUMMARY_FORMS[key].format(value)
-    return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, int) or key == "epoch" else f"{value:.4f}"
-
-
-SUMMARY_FORMS = {"data_wait": "{:.1%}", "peak_memory_gib": "{:.2f} GiB", "gpu_utilization": "{:.0f} %"} | dict.fromkeys(
-    ("step", "best_step"), "{:,.0f}"
-)
-
-
-def duration(seconds: float) -> str:
-    """`seconds` in milliseconds, seconds, or hours, minutes and seconds."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    if key in ("step", "best_step", "epoch") or isinstance(value, int):
+        return f"{value:,.2f}".rstrip("0").rstrip(".")
+    return f"{value:.4f}"

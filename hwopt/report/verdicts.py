@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from hwopt.records.run_record import RunRecord
-from hwopt.report.measurements import is_number
-from hwopt.report.sheet import gib
+from hwopt.report.sheet import gib, is_number
 
 Grade = Literal["good", "bad", "open", "result"]
 """What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""
-
-USED_WELL = ("compute-bound", "memory-bound")
-"""The limits of a run that keeps its device busy."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,7 @@ def proof(record: RunRecord) -> Iterator[Line]:
         yield Line("evidence", "none: no step was observed", "open")
         return
     counts = Counter(entry["status"] for entry in record.evidence)
-    others = [
-        f"{entry['name']} is {entry['status']} ({entry['seen']})" for entry in record.evidence if entry["status"] != "active"
-    ]
+    others = ["{name} is {status} ({seen})".format(**each) for each in record.evidence if each["status"] != "active"]
     text = f"{counts['active']} of {len(record.evidence)} plugins are active in the running process"
     grade: Grade = "bad" if counts["inactive"] else "open" if others else "good"
     yield Line("evidence", "; ".join([text, *others]), grade)
@@ -77,18 +71,15 @@ def proof(record: RunRecord) -> Iterator[Line]:
 
 def limit(record: RunRecord) -> Iterator[Line]:
     """What limits the speed of the run, and the setting to change next."""
-    found = record.summary.get("verdict")
-    if isinstance(found, Mapping) and {"limit", "figure", "next"} <= found.keys():
-        grade: Grade = "good" if found["limit"] in USED_WELL else "bad"
+    if found := record.summary.get("verdict"):
+        grade: Grade = "good" if found["limit"] in ("compute-bound", "memory-bound") else "bad"
         yield Line("speed", f"{found['limit']}: {found['figure']}. Next: {found['next']}", grade)
 
 
 def quality(record: RunRecord) -> Iterator[Line]:
     """The best evaluation, by the metric that chose the weights."""
-    summary = record.summary
-    for key, value in summary.items():
+    for key, value in record.summary.items():
         if key.startswith("best_eval_") and is_number(value):
-            name = key.removeprefix("best_")
-            text = f"{name} {value:.4f}, the best evaluation, of step {int(summary.get('best_step', 0)):,}"
-            yield Line("model", text, "result")
+            step = int(record.summary.get("best_step", 0))
+            yield Line("model", f"{key.removeprefix('best_')} {value:.4f}, the best evaluation, of step {step:,}", "result")
             return

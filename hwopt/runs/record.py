@@ -22,11 +22,8 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def read_record(folder: Path, rows: Sequence[MetricRow] | None = None) -> RunRecord:
-    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read.
-
-    `rows`: those of its metrics.jsonl, if they are read already.
-    """
+def read_record(folder: Path) -> RunRecord:
+    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read."""
     if folder.name in ("final", "plan.json") and is_run_folder(folder.parent):
         folder = folder.parent
     if not folder.is_dir():
@@ -42,7 +39,7 @@ def read_record(folder: Path, rows: Sequence[MetricRow] | None = None) -> RunRec
             folder,
             plan,
             read_json_lines(folder / PROCESSES),
-            metric_rows(read_json_lines(folder / METRICS)) if rows is None else rows,
+            metric_rows(read_json_lines(folder / METRICS)),
             read_evidence(folder / "evidence.json"),
             {kind: size for kind, size in metric_values(read_object(folder / "memory.json")).items() if size is not None},
             read_summary(folder),

@@ -1,9 +1,7 @@
-"""Processes of trials: a new interpreter for each, or a fork of one that has imported the libraries.
+"""Processes of trials: a new interpreter for each, or on a CPU a fork of one that has imported the libraries.
 
-A trial of a small job is shorter than the import of torch and transformers. On a CPU under Linux,
-a fork server imports them once and forks for each trial. On a CUDA device each trial gets a new
-interpreter: an import may initialize CUDA, which a fork cannot use. Every process ends with the
-one that started it.
+A trial of a small job is shorter than the import of torch and transformers. On a CUDA device each trial gets a new interpreter:
+an import may initialize CUDA, which a fork cannot use. Every process ends with the one that started it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from hwopt.system.fork_server import ForkServer, ServerEnded, kill_session
@@ -26,14 +24,11 @@ START_UP = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {PROG
 
 
 @contextmanager
-def new_processes() -> Iterator[Launch]:
-    """Each trial in a new interpreter."""
-    yield in_new_process
-
-
-@contextmanager
-def forks() -> Iterator[Launch]:
-    """Each trial in a fork of one process. If that ends, in new interpreters."""
+def launching(device_type: str) -> Iterator[Launch]:
+    """What starts trials on such a device: forks of one process on a CPU, which becomes new interpreters if that process ends."""
+    if device_type != "cpu":
+        yield in_new_process
+        return
     with ForkServer(PROGRAM) as server:
 
         def launch(folder: Path, limit_s: float) -> int | None:
@@ -44,11 +39,6 @@ def forks() -> Iterator[Launch]:
             return None if reply is None else reply.exit_code or int(reply.answer)
 
         yield launch
-
-
-def launcher_for(device_type: str) -> Callable[[], AbstractContextManager[Launch]]:
-    """How trials on such a device are started. A fork cannot use CUDA if an import has initialized it."""
-    return forks if device_type == "cpu" else new_processes
 
 
 def in_new_process(folder: Path, limit_s: float) -> int | None:

@@ -1,21 +1,17 @@
-"""A trial: one variant of a job, trained for a few optimizer steps in a process of its own.
+"""A trial: one variant of a job, trained for a few optimizer steps in a process of its own (hwopt.trials.child).
 
-`run_trial` starts the process, waits for it, and returns an Outcome however it ended: completed with its measurements, out of
-memory, refused (the configuration is wrong), crashed, or timed out. The process is the program of hwopt.trials.child. It writes
-the files of a run folder, which are read here as those of any run. It ends with this process.
+That process writes the files of a run folder, which are read here as those of any run.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
-from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_record
 from hwopt.runs.status import read_object, read_status
@@ -39,6 +35,13 @@ MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the proc
 """Type of the device -> what `Outcome.peak_gib` counts."""
 WARM_UP = 5
 """One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
+
+
+class Progress(Protocol):
+    """The line that says what is planned or measured next (hwopt.report.status_line, above this layer)."""
+
+    def show(self, text: str) -> None: ...
+    def announce(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -115,41 +118,24 @@ def run_trial(
 
 def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Outcome:
     """The outcome of a trial whose process ended with `exit_code`, from the files in its `folder`."""
-    written, message = read_status(folder)
+    if read_status(folder)[0] != exit_code:  # the process could not say it
+        return Outcome(variant, "crashed", death_message(exit_code, folder / OUTPUT))
     ending = ENDINGS.get(exit_code, "crashed")
-    if ending == "completed" and (folder / "plan.json").is_file():
-        return measured(variant, read_record(folder), read_object(folder / RESULT), steps)
-    if written != exit_code:  # the process could not say it
-        message = death_message(exit_code, folder / OUTPUT)
-        ending = "crashed"
-    return Outcome(variant, ending, message)
-
-
-def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], steps: int) -> Outcome:
-    """The outcome of a completed trial. `result` is the content of RESULT."""
+    if ending != "completed":
+        return Outcome(variant, ending, read_status(folder)[1])
+    record = read_record(folder)
+    windows = [window for window in record.windows if window.step < steps]
     return Outcome(
         variant,
         "completed",
-        windows=steady([window for window in record.windows if window.step < steps]),
+        windows=windows[len(windows) // WARM_UP :],
         losses={int(row["step"] or 0): row.get("loss") for row in record.log_rows},
         data_waits={int(row["step"] or 0): row.get("data_wait") or 0.0 for row in record.log_rows},
         steps_per_epoch=record.last.get("steps_per_epoch"),
         peak_gib=record.peak_gib,
-        not_active=tuple(not_active(record)),
-        reduced_rows=result.get("reduced_rows"),
+        not_active=tuple("{name} {status}: {seen}".format(**each) for each in record.evidence if each["status"] != "active"),
+        reduced_rows=read_object(folder / RESULT).get("reduced_rows"),
     )
-
-
-def not_active(record: RunRecord) -> Iterator[str]:
-    """The plugins whose evidence is not "active": name, status and what was seen."""
-    for entry in record.evidence:
-        if entry["status"] != "active":
-            yield f"{entry['name']} {entry['status']}: {entry['seen']}"
-
-
-def steady(windows: Sequence[Window]) -> Sequence[Window]:
-    """`windows` without the warm-up."""
-    return windows[len(windows) // WARM_UP :]
 
 
 def death_message(exit_code: int, output: Path) -> str:
@@ -159,9 +145,3 @@ def death_message(exit_code: int, output: Path) -> str:
     if exit_code == -9:
         return f"killed (SIGKILL); the system does this if the host is out of memory{said}"
     return f"{f'ended by signal {-exit_code}' if exit_code < 0 else f'exit code {exit_code}'}{said}"
-
-
-def read_request(folder: Path) -> dict[str, Any]:
-    """The content of REQUEST."""
-    found: dict[str, Any] = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    return found

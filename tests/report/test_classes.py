@@ -45,24 +45,12 @@ def test_each_target_of_a_regression_has_a_row() -> None:
     assert sheet.rows == [("size", "0.25", "-"), ("price", "1.234e+04", "0.5")]
 
 
-def test_results_without_classes_have_no_table() -> None:
-    assert list(class_sheets({}, "test")) == []
-
-
-def test_labels_above_a_small_confusion_matrix_are_whole_if_80_columns_have_room() -> None:
-    assert confusion_sheet(["sehr zufrieden", "verärgert", "zufrieden"], [[1, 2, 3]] * 3).columns[1] == "sehr zufrieden"
-
-
 def test_the_widest_tables_fit_80_columns() -> None:
     labels = ["a very long label number " + str(number) for number in range(SCREEN.columns)]
     details = {
         "classes": [scores(label, 0.5, 1_234_567) for label in labels],
         "confusion_matrix": {"labels": labels, "rows": [[99_999] * len(labels)] * len(labels)},
     }
-    small = {"confusion_matrix": {"labels": labels[:3], "rows": [[99_999] * 3] * 3}}
-    narrow = StringIO()
-    show_classes(Terminal(file=narrow, width=80, force_terminal=True, color_system=None), small, "")
-    assert max(map(len, narrow.getvalue().splitlines())) <= 80
     shown = StringIO()
     show_classes(Terminal(file=shown, width=80, force_terminal=True, color_system=None), details, "evaluation, best weights")
     assert max(map(len, shown.getvalue().splitlines())) <= 80

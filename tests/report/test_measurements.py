@@ -28,7 +28,7 @@ USE = {
 
 
 def test_parts_of_a_step_add_up_with_the_wait_for_data() -> None:
-    parts = {part.name: part.share for part in step_parts(USE)}
+    parts = dict(step_parts(USE))
     assert parts == pytest.approx({"waiting for data": 0.2, "forward": 0.24, "backward": 0.48, "update of the weights": 0.08})
     assert step_parts({"data_wait_share": 0.2}) == [], "no step was timed"
 

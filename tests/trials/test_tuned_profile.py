@@ -60,7 +60,7 @@ def test_profile_extends_its_parent_with_the_best_setting(tmp_path: Path) -> Non
 
 def test_written_profile_plans_with_the_rows_of_its_parent(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    for rows in (16, 43, 64, 128):
+    for rows in (43, 64):
         table = {"train": rows} | ({"gradient_accumulation_steps": 128 // rows} if 128 % rows == 0 else {})
         written(path, installed("rtx3070_8gb"), tuned(batch=table))
         plan = api.resolve(str(path), assignments=(), hardware="profile")
@@ -115,21 +115,15 @@ def test_plugin_options_of_the_command_line_are_written_too(tmp_path: Path) -> N
     assert job_assignments(given) == ["training.learning_rate=1e-4"]
 
 
-def test_default_file_is_beside_the_job_and_new(tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    first = output_file(None, installed("cpu"), job, force=False)
-    assert first == tmp_path / "cpu_tuned.toml"
-    first.touch()
-    assert output_file(None, installed("cpu"), job, force=False) == tmp_path / "cpu_tuned-2.toml"
-    assert output_file(None, installed("cpu"), None, force=False) == Path("cpu_tuned.toml")
-
-
-def test_default_file_is_beside_a_parent_that_is_a_file(tmp_path: Path) -> None:
+def test_default_file_is_new_and_beside_the_job_or_a_parent_that_is_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "cards"
     folder.mkdir()
     (folder / "mine.toml").write_text('name = "mine"\n', encoding="utf-8")
     parent = Parent.of(str(folder / "mine.toml"), INPUTS.profile(str(folder / "mine.toml")), INPUTS.files)
-    assert output_file(None, parent, tmp_path / "job.toml", force=False) == folder / "mine_tuned.toml"
+    assert output_file(None, installed("cpu"), None, force=False) == Path("cpu_tuned.toml")
+    assert output_file(None, installed("cpu"), tmp_path / "job.toml", force=False) == tmp_path / "cpu_tuned.toml"
+    (folder / "mine_tuned.toml").touch()
+    assert output_file(None, parent, tmp_path / "job.toml", force=False) == folder / "mine_tuned-2.toml"
     with pytest.raises(InputError, match="needs both files in one folder"):
         output_file(tmp_path / "x.toml", parent, None, force=False)
     with pytest.raises(InputError, match="is the profile that is tuned"):
