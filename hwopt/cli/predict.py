@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say, warn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHOWN = 20
 """Rows of a kind that are listed."""
@@ -42,11 +47,10 @@ def predict(
     quiet_libraries()
     announce_loading()
     from hwopt import api
-    from hwopt.report.inference import counting
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()
-    with counting(Terminal(stderr=True), "rows") as progress:
+    with counting(Terminal(stderr=True)) as progress:
         report = api.predict(
             run,
             source,
@@ -67,3 +71,24 @@ def predict(
             say(f"{what}: … and {len(reasons) - SHOWN:,} more rows")
     left_out = f", {len(report.unreadable):,} rows left out" if report.unreadable else ""
     say(f"{report.output}: {report.rows:,} rows, {report.predicted:,} with {', '.join(report.columns)}{left_out}")
+
+
+@contextmanager
+def counting(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A function that shows (how many rows are done, of how many) as a progress bar, if the console is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console, transient=True)
+
+        def show(done: int, total: int) -> None:
+            if not bar.task_ids:  # the model is loaded, and the number of rows is known
+                stack.enter_context(bar)
+                bar.add_task("")
+            bar.update(bar.task_ids[0], completed=done, total=total)
+
+        yield show

@@ -1,11 +1,14 @@
-"""Results as sheets: the metrics of each class or target, and the confusion matrix."""
+"""Results of a model: its metrics, those of each class or target, and the confusion matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 from hwopt.report.sheet import Sheet, known
+from hwopt.report.terminal import say, short_path, show_sheet, table
 from hwopt.text import cut
 
 CORNER = "true \\ predicted"
@@ -76,3 +79,19 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[: limits.classes]]
     note = f"the {limits.classes} most frequent of {len(errors):,} confusions" if len(errors) > limits.classes else ""
     return Sheet(("true label", "predicted label", "samples"), found, "most frequent confusions", note)
+
+
+def show_classes(console: Console, details: Mapping[str, Any], title: str) -> None:
+    """Print the metrics of each class and the confusion matrix, if `details` has them."""
+    for sheet in class_sheets(details, title):
+        console.print()
+        show_sheet(console, sheet)
+
+
+def show_evaluation(console: Console, report: Any) -> None:
+    """Print the metrics of a trained model on a file, and those of each class."""
+    for note in report.notes:
+        say(console, "note", note, "yellow")
+    say(console, "evaluated", f"{short_path(report.run)} on {report.source}: {report.samples:,} samples")
+    console.print(table(("metric", ""), ((name, f"{value:.4f}") for name, value in report.metrics.items())))
+    show_classes(console, report.details, "label")

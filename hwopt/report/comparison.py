@@ -10,8 +10,7 @@ from rich.console import Console
 
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.memory import YES_OR_NO
-from hwopt.report.sheet import ABSENT, Sheet, gib, known, seconds_text, value_text
+from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
@@ -62,7 +61,7 @@ def figures(record: RunRecord) -> dict[str, Any]:
         "mfu": record.use.get("mfu"),
         "joules_per_sample": record.use.get("joules_per_sample"),
         "data_wait": record.data_wait,
-        "best": {name: {"value": found.value, "step": found.step} for name, found in best.items() if found},
+        "best": {name: found._asdict() for name, found in best.items() if found},
         "test": record.test_metrics(),
     }
 

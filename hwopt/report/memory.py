@@ -1,24 +1,20 @@
-"""Print the memory of a plan: its parts, whether it fits, the largest sizes that fit, what to change, and the time."""
+"""Print the memory of a plan: its parts, whether it fits, the largest sizes that fit, what to change, and the time; as found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.sheet import Sheet, gib, seconds_text
-from hwopt.report.terminal import VERDICTS, say, show_problem, show_sheet, table
-
-if TYPE_CHECKING:
-    from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
-    from hwopt.planning.plan import Plan
-
+from hwopt.memory.advice import PlanListener
+from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
+from hwopt.planning.plan import Plan
+from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, seconds_text
+from hwopt.report.status_line import status_line
+from hwopt.report.terminal import VERDICTS, say, show_plan, show_problem, show_sheet, table
 
 PARTS = {"masters": "fp32 copies of weights", "temporary": "work memory"}
 """Names of parts of the memory that are not those of the plan."""
-BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
-"""Tier of the memory planner -> what its figures come from."""
 
 
 def show_memory(console: Console, plan: Plan) -> None:
@@ -122,9 +118,6 @@ def micro_batch(plan: Plan, memory: MemoryPlan) -> str:
     return f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
 
 
-YES_OR_NO = {True: "yes", False: "no", None: "unknown"}
-
-
 def margin(memory: MemoryPlan) -> str:
     """The memory that is left or missing, in words."""
     return f"{gib(abs(memory.margin_gib))} {'left' if memory.margin_gib >= 0 else 'missing'}"
@@ -157,3 +150,44 @@ def describe_time(time: Prediction) -> str:
     parts = {"per step": time.step, "per epoch": time.epoch, "in total": time.total}
     shown = [f"{seconds_text(*ends)} {what}" for what, ends in parts.items() if ends is not None]
     return f"{', '.join(shown)} ({time.basis})"
+
+
+class PlanProgress(PlanListener):
+    """A line on standard error that says what the planner does, if that is a terminal."""
+
+    def on_trial(self, what: str) -> None:
+        status_line.show(f"planning: {what}")
+
+
+class PlanScreen(PlanProgress):
+    """Prints the plan, its memory and each change."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def on_memory(self, plan: Plan) -> None:
+        show_plan(self.console, plan)
+        show_memory(self.console, plan)
+
+    def on_largest_sizes(self, memory: MemoryPlan) -> None:
+        show_largest(self.console, memory)
+
+    def on_gain(self, gain: Gain) -> None:
+        show_gain(self.console, gain)
+
+    def on_change(self, change: Change) -> None:
+        show_change(self.console, change)
+
+
+class RunScreen(PlanProgress):
+    """Prints the plan of a run before it starts, and after it what its free memory could have bought."""
+
+    def __init__(self, console: Console, verbose: bool = False) -> None:
+        self.console, self.verbose = console, verbose
+
+    def on_plan(self, plan: Plan) -> None:
+        show_plan(self.console, plan, self.verbose)
+        show_forecast(self.console, plan)
+
+    def on_gain(self, gain: Gain) -> None:
+        show_gain(self.console, gain)

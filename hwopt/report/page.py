@@ -20,10 +20,8 @@ from hwopt.report.comparison import (
     unique_names,
 )
 from hwopt.report.html import MAX_VALUE, render
-from hwopt.report.measurements import device_rows, step_parts, step_rows
-from hwopt.report.memory import BASES
-from hwopt.report.sheet import ABSENT, Sheet, gib, known, value_text
-from hwopt.report.verdicts import verdict
+from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
+from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
 from hwopt.text import printable
 
 REPORT = "report.html"

@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from hwopt.report.inference import show_classes
+from hwopt.records.run_record import MetricRow, RunRecord, value_of
+from hwopt.report.classes import show_classes
 from hwopt.report.sheet import seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say, say_parts, table
-from hwopt.text import cut
+from hwopt.text import cut, printable
 from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
@@ -205,3 +208,37 @@ def summary_text(key: str, value: float) -> str:
     if key in ("step", "best_step", "epoch") or isinstance(value, int):
         return f"{value:,.2f}".rstrip("0").rstrip(".")
     return f"{value:.4f}"
+
+
+GRADES = {True: "bold green", False: "bold red", None: "bold"}
+
+
+def panel(record: RunRecord, warnings: list[str], width: int) -> Group:
+    """The state of the run: progress, the newest log point and evaluation, and the last warnings."""
+    parts: list[Any] = [Text.assemble((record.name, "bold"), f"  {record.plan['profile']}, {record.plan['hardware']['name']}")]
+    if total := record.total_steps:
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=min(record.step, total), width=min(width, 60)))
+        parts.append(bar)
+    style = GRADES[None if record.exit_code is None else record.complete]
+    parts.append(Text.assemble((record.state, style), f"  {printable(record.message)}" if record.exit_code else ""))
+    speed = Speed()
+    for row in record.log_rows[-20:]:
+        if row.get("steps_per_second"):
+            speed.add(dict(row))
+    left = speed.seconds_left((total or 0) - record.step)
+    newest = record.log_rows[-1:] + record.evaluations[-1:]
+    lines = [log_line(with_nan(row), total, left if record.exit_code is None else None) for row in newest]
+    parts += map(Text, lines or ["no log point yet: data and model are being prepared, or the first steps run"])
+    parts += [Text(printable(line), style="yellow") for line in warnings]
+    return Group(*parts)
+
+
+def plain_line(record: RunRecord, row: MetricRow) -> str:
+    """One row of metrics as a line for a file or a pipe."""
+    return log_line(with_nan(row), record.total_steps)
+
+
+def with_nan(row: MetricRow) -> dict[str, float]:
+    """`row` with NaN for values that were not finite."""
+    return {key: value_of(row, key) for key in row}

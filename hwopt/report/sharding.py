@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.memory import YES_OR_NO
-from hwopt.report.sheet import Sheet, gib
+from hwopt.report.sheet import YES_OR_NO, Sheet, gib
 from hwopt.report.terminal import say, show_sheet
 
 if TYPE_CHECKING:

@@ -10,6 +10,9 @@ from hwopt.text import cut, printable
 
 ABSENT = "-"
 """The cell of a value that was not measured."""
+BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
+"""Tier of the memory planner -> what its figures come from."""
+YES_OR_NO = {True: "yes", False: "no", None: "unknown"}
 SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 UNITS = {
     "percent": "{:.0f} %",

@@ -1,9 +1,8 @@
 """`hwopt run --processes N`: start the ranks with Accelerate's launcher, and print one message if they fail.
 
-Accelerate's launcher turns every exit code into 1 and prints its own traceback, and every rank would print the same message. So a
-rank reports its error to this process (`rank_errors`), which prints the cause, exits with its code and writes the code to
-`status.json`. The ranks run in sessions of their own: a signal from the terminal reaches this process only. This process forwards
-it once, as SIGTERM: SIGINT would print a traceback in a rank that is still importing.
+Accelerate's launcher turns every exit code into 1. So a rank reports its error to this process (`rank_errors`), which prints the
+cause and exits with its code. The ranks run in sessions of their own: a signal of the terminal reaches this process only, which
+forwards it once, as SIGTERM: SIGINT would print a traceback in a rank that is still importing.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ RANKS_PER_CORE = 4
 
 
 def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
-    """Return how many ranks `--processes requested` starts; 1 means that this process trains.
-
-    Raises InputError if the number is not valid or more than this machine has devices or cores for.
-    """
+    """How many ranks `--processes requested` starts; 1: this process trains. Raises InputError if it is not possible here."""
     if LAUNCH_FOLDER in environment:
         return 1  # this process is one of the ranks
     if requested != "auto" and not re.fullmatch(r"0*[1-9]\d{0,5}", requested):
@@ -73,10 +69,7 @@ def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
 
 
 def run_ranks(number: int, arguments: Sequence[str]) -> LaunchOutcome:
-    """Run `hwopt ARGUMENTS` on `number` ranks of this host and return the outcome. No process of the launch is left running.
-
-    Raises KeyboardInterrupt or SystemExit after a signal, once all ranks have exited.
-    """
+    """Run `hwopt ARGUMENTS` on `number` ranks of this host and return the outcome. No process of the launch is left running."""
     signals.install_handlers()
     with tempfile.TemporaryDirectory(prefix="hwopt-launch-", ignore_cleanup_errors=True) as folder:
         launch_folder = Path(folder)
@@ -87,9 +80,8 @@ def run_ranks(number: int, arguments: Sequence[str]) -> LaunchOutcome:
                 outcome = LaunchOutcome(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
         except BaseException as error:
             kill_remaining(launch_folder)
-            record_outcome(
-                launch_folder, LaunchOutcome(signals.received() or exit_code_of(error), str(error) or type(error).__name__)
-            )
+            code = signals.received() or exit_code_of(error)
+            record_outcome(launch_folder, LaunchOutcome(code, str(error) or type(error).__name__))
             raise
         if outcome.exit_code:
             kill_remaining(launch_folder)
@@ -132,7 +124,7 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Launch
 
 
 def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) -> LaunchOutcome:
-    """Return success if no rank failed and the run's status says so, else the cause of the failure."""
+    """Success if no rank failed and the run's status says so, else the cause of the failure."""
     folder = read_run_folder(launch_folder)
     if not failures and folder is not None and status_code(folder) == 0:
         return LaunchOutcome(0, "")
@@ -140,7 +132,7 @@ def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) 
 
 
 def rank_environment(number: int, launch_folder: Path) -> dict[str, str]:
-    """Return the environment variables that the ranks get in addition to those of this process."""
+    """The environment variables that the ranks get in addition to those of this process."""
     import torch
 
     # this process handles SIGINT and SIGTERM; the launcher handles the others, unless they are ignored (nohup)
@@ -182,15 +174,13 @@ def kill_remaining(launch_folder: Path) -> None:
 
 
 def read_run_folder(launch_folder: Path) -> Path | None:
-    """Return the run folder that rank 0 wrote to the launch folder, or None."""
-    try:
-        return Path((launch_folder / RUN_FOLDER_FILE).read_text(encoding="utf-8"))
-    except OSError:
-        return None
+    """The run folder that rank 0 wrote to the launch folder, or None."""
+    file = launch_folder / RUN_FOLDER_FILE
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def broadcast_folder(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path | None, int]:
-    """Return rank 0's arguments on every rank: ranks that look at different times may find different folders.
+    """Rank 0's arguments on every rank: ranks that look at different times may find different folders.
 
     Rank 0 of `run_ranks` also writes the run folder to the launch folder, unless it failed (`code` above 0).
     """

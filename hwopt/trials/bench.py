@@ -18,8 +18,7 @@ from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
 from hwopt.text import cut
 from hwopt.trials.benchmark import Bench, BenchEffort, Benchmark
-from hwopt.trials.processes import launching
-from hwopt.trials.trial import MEMORY_KINDS, Progress, Variant
+from hwopt.trials.trial import MEMORY_KINDS, Progress, Variant, launching
 from hwopt.trials.variants import BASELINE, Contest, contest_of, planned_variants
 
 

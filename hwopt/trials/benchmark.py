@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from hwopt.planning.plan import Plan
-from hwopt.trials.processes import Launch
 from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
-from hwopt.trials.trial import Outcome, Progress, run_trial
+from hwopt.trials.trial import Launch, Outcome, Progress, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
 
 FIRST_STEPS = 8

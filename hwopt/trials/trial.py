@@ -1,11 +1,18 @@
 """A trial: one variant of a job, trained for a few optimizer steps in a process of its own (hwopt.trials.child).
 
-That process writes the files of a run folder, which are read here as those of any run.
+That process writes the files of a run folder, which are read here as those of any run. It is a new interpreter, or on a CPU a
+fork of one that has imported the libraries, which takes longer than a small trial. A fork cannot use CUDA if an import has
+initialized it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,8 +23,15 @@ from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_record
 from hwopt.runs.status import read_object, read_status
 from hwopt.system.atomic_folder import write_json
+from hwopt.system.fork_server import ForkServer, ServerEnded, kill_session
 from hwopt.text import cut, printable
-from hwopt.trials.processes import Launch, in_new_process
+
+Launch = Callable[[Path, float], int | None]
+"""(folder of a trial, seconds) -> the exit code of its process (below 0: a signal), or None if it was killed at the limit."""
+
+PROGRAM = "hwopt.trials.child"
+START_UP = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {PROGRAM} import main; main(*sys.argv[2:])"
+"""The program of a new interpreter."""
 
 TrialEnding = Literal["completed", "out of memory", "refused", "crashed", "timed out"]
 
@@ -99,9 +113,7 @@ class Outcome:
         return seconds * steps if seconds and steps else None
 
 
-def run_trial(
-    job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch = in_new_process
-) -> Outcome:
+def run_trial(job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch) -> Outcome:
     """Train `variant` of `job` (None: ./job.toml, else the embedded demo) for `steps` optimizer steps; returns the outcome.
 
     `folder` is created and gets the files of the trial; delete it afterwards. The process is killed after `limit_s` seconds,
@@ -145,3 +157,40 @@ def death_message(exit_code: int, output: Path) -> str:
     if exit_code == -9:
         return f"killed (SIGKILL); the system does this if the host is out of memory{said}"
     return f"{f'ended by signal {-exit_code}' if exit_code < 0 else f'exit code {exit_code}'}{said}"
+
+
+@contextmanager
+def launching(device_type: str) -> Iterator[Launch]:
+    """What starts trials on such a device: forks of one process on a CPU, which becomes new interpreters if that process ends."""
+    if device_type != "cpu":
+        yield in_new_process
+        return
+    with ForkServer(PROGRAM) as server:
+
+        def launch(folder: Path, limit_s: float) -> int | None:
+            try:
+                reply = server.ask(str(folder.absolute()).encode(), limit_s)
+            except ServerEnded:
+                return in_new_process(folder, limit_s)
+            return None if reply is None else reply.exit_code or int(reply.answer)
+
+        yield launch
+
+
+def in_new_process(folder: Path, limit_s: float) -> int | None:
+    """Run the trial of `folder` in a new interpreter."""
+    with open(folder / OUTPUT, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START_UP, json.dumps(sys.path), str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the command only, and the workers of the trial can be killed with it
+        )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_session(process.pid)
+        process.wait()

@@ -20,10 +20,9 @@ from hwopt.records.throughput import Ratio, Unit, Window, rate
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.text import cut
-from hwopt.trials.processes import Launch, launching
 from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Setting, Trial
 from hwopt.trials.space import Space
-from hwopt.trials.trial import Outcome, Progress, Variant, run_trial
+from hwopt.trials.trial import Launch, Outcome, Progress, Variant, launching, run_trial
 from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, tuned_profile_text
 
 FAILURES: dict[str, Failure] = {"out of memory": "out of memory", "timed out": "time limit"}

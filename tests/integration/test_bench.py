@@ -17,8 +17,7 @@ import pytest
 from cli.test_cli import write_job
 from installed_task import write_metadata
 
-from hwopt.trials.processes import in_new_process, launching
-from hwopt.trials.trial import Variant, run_trial
+from hwopt.trials.trial import Variant, in_new_process, launching, run_trial
 
 pytestmark = pytest.mark.daily
 

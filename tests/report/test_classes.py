@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet
-from hwopt.report.inference import show_classes
+from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet, show_classes
 from hwopt.report.terminal import Terminal
 
 

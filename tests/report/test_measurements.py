@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hwopt.report.measurements import device_rows, step_parts, step_rows
+from hwopt.report.verdicts import device_rows, step_parts, step_rows
 
 USE = {
     "data_wait_share": 0.2,

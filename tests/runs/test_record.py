@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from report.run_folders import EVIDENCE, PLAN, PROCESS, eval_row, log_row, log_rows, write_run
+from report.run_folders import EVIDENCE, PLAN, eval_row, log_row, log_rows, write_run
 
 from hwopt.errors import InputError
 from hwopt.runs.folder import OWNER
@@ -97,20 +97,13 @@ def test_command_is_what_a_shell_takes(words: list[str], command: str) -> None:
     assert command_line(words) == command
 
 
-def test_newest_process_has_the_steps(tmp_path: Path) -> None:
-    processes = [PROCESS, PROCESS | {"step": 50, "total_steps": 200}]
-    assert read_record(write_run(tmp_path / "run", [log_row(5)], processes=processes)).total_steps == 200
-
-
 @pytest.mark.parametrize(
     ("first", "last", "status"),
     [
-        ("active", "active", "active"),
         ("active", "unknown", "active"),
         ("unknown", "active", "active"),
         ("active", "inactive", "inactive"),
         ("inactive", "active", "inactive"),
-        ("unknown", "unknown", "unknown"),
     ],
 )
 def test_evidence_of_the_first_and_the_last_step_is_one(first: str, last: str, status: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from hwopt.planning.plan import Plan
 from hwopt.saving import reader as resume
 from hwopt.saving import save_timing
 from hwopt.saving.plugin_state import named_by_class
-from hwopt.saving.reader import STATE
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, Recorder, logged, plan_for, relative_error, rewound, saved_bits, tiny_job, tiny_profile
@@ -45,14 +43,8 @@ def one_thread() -> Any:
 
 def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
     """A plan with dropout, three micro-batches a step, and a checkpoint after every step."""
-    settings = {
-        "max_steps": LAST,
-        "learning_rate": 1e-2,
-        "eval_steps": 5,
-        "save_steps": 1,
-        "save_total_limit": 0,
-        "logging_steps": 2,
-    }
+    settings = {"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 5, "save_steps": 1}
+    settings |= {"save_total_limit": 0, "logging_steps": 2}
     given = {key: value for key, value in (settings | (training or {})).items() if value is not None}
     job = tiny_job(folder / "data", samples=41, **given)
     model = job.job.model.model_copy(update={"config": TINY_BERT | {"hidden_dropout_prob": 0.1}})
@@ -397,18 +389,6 @@ def test_resume_of_a_complete_run_changes_no_file(uninterrupted: Path, tmp_path:
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
-def test_resume_without_a_checkpoint_starts_at_step_1(uninterrupted: Path, tmp_path: Path) -> None:
-    messages: list[str] = []
-
-    class Listening(Recorder):
-        def on_message(self, run: Any, message: str) -> None:
-            messages.append(message)
-
-    api.execute(make_plan(uninterrupted), tmp_path / "run", Listening(), cache=uninterrupted / "cache", resume=True)
-    assert same(tmp_path / "run", uninterrupted / "run")
-    assert messages[0] == f"{tmp_path / 'run'} has no checkpoint: starting from step 1"
-
-
 def test_run_folder_is_overwritten_only_with_fresh(uninterrupted: Path, tmp_path: Path) -> None:
     run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     with pytest.raises(InputError, match=r"exists with checkpoints. Continue its run with --resume, .* --fresh"):
@@ -472,35 +452,15 @@ def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, t
     assert same(run, uninterrupted / "run")
 
 
-def words_for_numbers(checkpoint: Path) -> None:
-    content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    content["state"]["ranks"][0]["telemetry"].update(total={"steps": "many"})
-    (checkpoint / STATE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def path_for_a_tensor(checkpoint: Path) -> None:
-    content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    content["state"]["buffers"].update({"bert.x": {"$tensor": "../../secret"}})
-    (checkpoint / STATE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def payload_for_weights(checkpoint: Path) -> None:
-    """Add a payload that torch.load would run."""
-    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
-    (checkpoint / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize("change", [words_for_numbers, path_for_a_tensor, payload_for_weights])
-def test_hostile_checkpoint_is_refused(
-    change: Callable[[Path], None], uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest is valid; the content is not what hwopt writes."""
+def test_hostile_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is valid; the weights are a payload that torch.load would run."""
     monkeypatch.chdir(tmp_path)
     run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
-    change(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
+    (checkpoint / "model.safetensors").unlink()
     storage.write_manifest(checkpoint)
     with pytest.raises((StorageError, InputError)):
         api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
@@ -561,14 +521,3 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tm
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     api.execute(make_plan(uninterrupted), tmp_path / "run", cache=uninterrupted / "cache", resume=True)
     assert same(tmp_path / "run", uninterrupted / "run")
-
-
-def test_hidden_files_of_tools_are_ignored(uninterrupted: Path, tmp_path: Path) -> None:
-    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
-    for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json", ".DS_Store", "Thumbs.db"):
-        path = resume.list_checkpoints(run)[0] / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    assert storage.find_corruption(resume.list_checkpoints(run)[0]) == ""
-    (resume.list_checkpoints(run)[0] / "more.json").write_text("{}")
-    assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])

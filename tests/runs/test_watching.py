@@ -14,10 +14,9 @@ from rich.console import Console
 from runs.test_record import owned
 
 from hwopt.errors import InputError
-from hwopt.report.watch_screen import panel, plain_line
+from hwopt.report.screen import panel, plain_line
 from hwopt.runs.folder import OWNER
-from hwopt.runs.record import read_record
-from hwopt.runs.watching import follow, last_warnings
+from hwopt.runs.record import follow, last_warnings, read_record
 
 
 def steps(*actions: Callable[[], object]) -> Callable[[float], None]:

@@ -17,8 +17,7 @@ from hwopt.records.throughput import Window
 from hwopt.testing import plan_for, tiny_job
 from hwopt.trials import benchmark
 from hwopt.trials.benchmark import FIRST_STEPS, LEAST_STEPS, BenchEffort, Benchmark, BenchRow
-from hwopt.trials.processes import Launch
-from hwopt.trials.trial import Outcome, Variant
+from hwopt.trials.trial import Launch, Outcome, Variant
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant
 
 PROFILE = "mine.toml"
