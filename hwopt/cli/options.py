@@ -18,6 +18,8 @@ from hwopt.system.ranks import rank_and_world
 from hwopt.text import printable
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from hwopt.planning.inputs import Inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -40,20 +42,16 @@ def with_shortcuts(command: Command) -> Command:
 
     @wraps(command)
     def run(*args: Any, assignments: tuple[str, ...], **options: Any) -> Any:
-        given = {name: options.pop(name) for name in SHORTCUTS}
-        short = tuple(f"{key_of(SHORTCUTS[name][0])}={value}" for name, value in given.items() if value is not None)
+        from hwopt.config.aliases import option_for
+
+        given = {word: options.pop(name) for name, (word, _) in SHORTCUTS.items()}
+        keys = {word if "." in word else option_for(word): value for word, value in given.items() if value is not None}
+        short = (f"{key}={value}" for key, value in keys.items())
         return command(*args, assignments=(*short, *assignments), **options)
 
     for name, (_, text) in SHORTCUTS.items():
         run = click.option(f"--{name.replace('_', '-')}", name, metavar="NUMBER", help=f"{text}; short for --set.")(run)
     return cast("Command", run)
-
-
-def key_of(word: str) -> str:
-    """The key of a job, or the option of a plugin that declares `word`."""
-    from hwopt.config.aliases import option_for
-
-    return word if "." in word else option_for(word)
 
 
 def instead_of_option(name: str) -> str:
@@ -64,7 +62,7 @@ def instead_of_option(name: str) -> str:
     from hwopt.config.job_training import Training
 
     word = name.lstrip("-").replace("-", "_")
-    tables = {"training": Training, "data": Data, "model": Model}
+    tables: dict[str, type[BaseModel]] = {"training": Training, "data": Data, "model": Model}
     keys = [f"{table}.{word}" for table, model in tables.items() if word in model.model_fields]
     found = keys[0] if keys else instead_of(word)
     return found if not found or found.startswith("--") else f"--set {found.split(' ')[0]}=VALUE"

@@ -29,17 +29,8 @@ SAMPLING = ("temperature", "top_p", "seed")
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="Generated text: with --do-sample.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Generated text: with --do-sample.")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Generated text: with --do-sample.  [default: 0]")
-def predict(
-    run: Path,
-    source: str,
-    assignments: tuple[str, ...],
-    output: Path,
-    overwrite: bool,
-    batch_size: int | None,
-    do_sample: bool,
-    **generation: Any,
-) -> None:
-    options = {name: value for name, value in generation.items() if value is not None}
+def predict(do_sample: bool, **asked: Any) -> None:
+    options = {name: value for name in ("max_new_tokens", *SAMPLING) if (value := asked.pop(name)) is not None}
     if not do_sample and (early := [name for name in SAMPLING if name in options]):
         raise click.UsageError(f"--{early[0].replace('_', '-')} needs --do-sample.")
     if do_sample:
@@ -51,17 +42,7 @@ def predict(
 
     quiet_transformers()
     with counting(Terminal(stderr=True)) as progress:
-        report = api.predict(
-            run,
-            source,
-            output,
-            assignments=assignments,
-            overwrite=overwrite,
-            batch_size=batch_size,
-            generation=options or None,
-            warn=warn,
-            progress=progress,
-        )
+        report = api.predict(**asked, generation=options or None, warn=warn, progress=progress)
     for note in report.notes:
         say(f"note: {note}")
     for what, reasons in (("no prediction", report.without_prediction), ("not in the output", report.unreadable)):

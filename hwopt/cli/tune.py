@@ -39,13 +39,10 @@ def tune(
     inputs = begin([profile], **asked)
     from hwopt.planning.inputs import refuse_missing_data
     from hwopt.system.ranks import rank_and_world
-    from hwopt.trials.tuned_profile import Parent, output_file
 
     if rank_and_world(os.environ)[1] > 1:
         raise InputError("hwopt tune measures one process. Start it without a launcher")
     refuse_missing_data(inputs.job(asked["job"], asked["assignments"]))
-    if profile != "auto":  # before the slow part
-        output_file(output, Parent.of(profile, inputs.profile(profile), inputs.files), asked["job"], force)
     from hwopt.report.terminal import Terminal
     from hwopt.report.tune import show_result, show_trial
     from hwopt.system import signals

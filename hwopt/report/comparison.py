@@ -17,8 +17,6 @@ from hwopt.text import cut
 JOB_TABLES = ("model", "data", "task")
 """Tables of a job in which runs of the same job agree."""
 HARDWARE = ("name", "memory_gib", "memory_limit_gib", "count", "cpu_cores")
-MAX_VALUE = 48
-"""Characters of a value in the terminal's table of differences."""
 Differences = Mapping[str, Sequence[Any]]
 """Key -> its value in each plan; None: the plan has no such key."""
 
@@ -148,8 +146,8 @@ def plan_values(plan: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         on = entry["decision"] != "skip"
         yield f"plugins.{entry['name']}", "on" if on else "skipped"
         yield from ((f"plugins.{entry['name']}.{key}", value) for key, value in entry["options"].items() if on)
-    tables = {name: plan[name] for name in ("batch", "training")} | {name: plan["job"].get(name, {}) for name in JOB_TABLES}
-    for name, table in (tables | {"software": plan["software"]}).items():
+    for name in ("batch", "training", *JOB_TABLES, "software"):
+        table = (plan["job"] if name in JOB_TABLES else plan).get(name, {})
         yield from ((f"{name}.{key}", value) for key, value in table.items())
 
 
@@ -200,7 +198,7 @@ def show_plans(console: Console, plans: Sequence[Mapping[str, Any]]) -> None:
 def show_differences(console: Console, names: Sequence[str], found: Differences) -> None:
     console.print()
     if found:
-        show_sheet(console, difference_sheet(found, names, MAX_VALUE, "differs"))
+        show_sheet(console, difference_sheet(found, names, 48, "differs"))
     else:
         say(console, "plan", "no difference")
 
@@ -220,11 +218,11 @@ def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 def plans_to_dict(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What `hwopt compare PROFILE PROFILE --format json` prints."""
-    ratios = [{"profile": plan["profile"], "samples_per_second_ratio": predicted_ratio(plan, plans[0])} for plan in plans[1:]]
+    first, kept = plans[0], ("profile", "hardware", "batch", "memory")
     return {
-        "profiles": [{key: plan[key] for key in ("profile", "hardware", "batch", "memory")} for plan in plans],
-        "against": plans[0]["profile"],
-        "ratios": ratios,
+        "profiles": [{key: plan[key] for key in kept} for plan in plans],
+        "against": first["profile"],
+        "ratios": [{"profile": each["profile"], "samples_per_second_ratio": predicted_ratio(each, first)} for each in plans[1:]],
         "differences": listed(differences(plans)),
     }
 

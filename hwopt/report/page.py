@@ -171,6 +171,5 @@ def settings_table(record: RunRecord) -> Sheet:
 
 
 def versions_table(record: RunRecord) -> Sheet:
-    names = {"hwopt": "hwopt", "python": "python", "system": "operating_system"}
-    own = [(name, record.last[key]) for name, key in names.items() if record.last]
+    own = [(key.replace("_", " "), record.last[key]) for key in ("hwopt", "python", "operating_system") if record.last]
     return Sheet(("package", "version"), [*own, *record.plan["software"].items()], "Versions of the newest process")

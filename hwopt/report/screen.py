@@ -80,7 +80,7 @@ class Screen(Listener):
             self.progress.start()
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
-        shown = found if self.verbose else [(entry, seen) for entry, seen in found if seen.status != "active"]
+        shown = [(entry, seen) for entry, seen in found if self.verbose or seen.status != "active"]
         counts = Counter(seen.status for _, seen in found)
         text = f"after step {run.step:,}, {counts['active']} of {len(found)} plugins are active in the running process"
         if counts["unknown"] and not counts["inactive"]:
@@ -98,7 +98,9 @@ class Screen(Listener):
         self.speed.add(row)
         left = self.speed.seconds_left(run.total_steps - int(row["step"]))
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
+            keys = [key for key in SHORT if key in row and not (key == "samples_per_second" and "tokens_per_second" in row)]
+            rest = "  ".join([f"ETA {left}", *(SHORT[key].format(row[key]) for key in keys)])
+            self.progress.update(self.progress.task_ids[0], rest=rest)
             self.on_heartbeat(run)
         else:
             self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
@@ -131,7 +133,7 @@ class Screen(Listener):
             say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))} FILE -o predictions.csv")
 
     def show_warnings(self, run: Run) -> None:
-        """Print which data is not used: at the start, and again at the end."""
+        """Print which data is not used."""
         for warning in run.prepared.warnings:
             say(self.console, "data", warning, "bold yellow")
 
@@ -157,12 +159,6 @@ class Speed:
     def seconds_left(self, steps: int) -> timedelta:
         """The remaining time of `steps` steps, in whole seconds."""
         return timedelta(seconds=round(steps * self.seconds_per_step))
-
-
-def short_line(row: Row, left: timedelta) -> str:
-    """The numbers of the live line. The others are in the log."""
-    shown = [key for key in SHORT if key in row and not (key == "samples_per_second" and "tokens_per_second" in row)]
-    return "  ".join([f"ETA {left}", *(SHORT[key].format(row[key]) for key in shown)])
 
 
 def log_line(row: Row, total_steps: int | None, left: timedelta | None = None) -> str:

@@ -76,8 +76,9 @@ def gib(size: float) -> str:
 
 
 def seconds_text(*seconds: float) -> str:
-    """A time, or both ends of a range, with three digits in one unit: "72.5 to 156 ms"."""
-    unit, size = next(((unit, size) for unit, size in SECONDS if seconds[-1] >= 2 * size), SECONDS[-1])
+    """A time, or both ends of a range, with three digits in one unit: "1.15 s", "72.5 to 156 ms"."""
+    least = len(seconds)  # of a range, 2: its lower end would be a small fraction of the unit
+    unit, size = next(((unit, size) for unit, size in SECONDS if seconds[-1] >= least * size), SECONDS[-1])
     return " to ".join(f"{float(f'{value / size:.3g}'):,g}" for value in seconds) + f" {unit}"
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 STYLES = {"apply": "green", "fallback": "yellow", "skip": "yellow", "active": "green", "inactive": "red", "unknown": "yellow"}
 """Decision or status of evidence -> its style."""
-LEAST = 20
-"""The least plausible width of a screen in columns."""
+LEAST, LEAST_FOLDED = 20, 24
+"""The least plausible width of a screen in columns; that of a folded column of a table, which else becomes blocks of lines."""
 TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
 VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
 """Whether a plan fits -> the word, its style."""
@@ -113,17 +114,8 @@ def one_line(columns: Sequence[str], rows: Sequence[Sequence[str]], short: Conta
     others = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)][:-1]
     left = width - sum(others) - 2 * len(others)
     for number, row in enumerate(rows):
-        yield [*row[:-1], cut_at_word(printable(row[-1]), left)] if number in short else row
-
-
-def cut_at_word(text: str, limit: int) -> str:
-    """`text`, at most `limit` columns wide: whole words and an ellipsis, so that no number is cut."""
-    if cell_len(text) <= limit:
-        return text
-    words = text.split(" ")
-    while words and cell_len(" ".join(words)) > limit - 2:
-        words.pop()
-    return " ".join([*words, "…"])
+        text = " ".join(printable(row[-1]).split())
+        yield [*row[:-1], shorten(text, max(left, 1), placeholder=" …", break_on_hyphens=False)] if number in short else row
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | None = 2) -> Table:
@@ -134,10 +126,6 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | N
     for row in rows:
         made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
     return made
-
-
-LEAST_FOLDED = 24
-"""The least width in columns of a folded column. If a table leaves it less, each row becomes a block of lines."""
 
 
 def show_sheet(console: Console, sheet: Sheet) -> None:

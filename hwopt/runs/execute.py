@@ -33,7 +33,7 @@ from hwopt.runs.rank_errors import report_error
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
-from hwopt.saving.reader import checkpoint_folder, list_checkpoints
+from hwopt.saving.reader import list_checkpoints
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
@@ -144,9 +144,9 @@ class Execution(Listener):
                 self.watch(run)
                 try:
                     summary = train(run)
-                except DoesNotFitError as error:
-                    if not error.secondhand:
-                        write_report(run, str(error))
+                except DoesNotFitError as unfit:
+                    if not unfit.secondhand:
+                        write_report(run, str(unfit))
                     raise
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
@@ -203,7 +203,7 @@ class Execution(Listener):
         if own is not None and own.step and completed_steps(own.folder) >= own.total_steps:
             done = "after the last step: final/ is complete"
         elif own is not None and own.step:
-            saved = checkpoint_folder(own.folder, own.step).is_dir()  # the folder exists once it is complete
+            saved = (own.folder / f"checkpoint-{own.step}").is_dir()  # the folder exists once it is complete
             done = f"after step {own.step:,}, {'saved' if saved else 'which could not be saved'}; resume with --resume"
         return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
 

@@ -60,9 +60,8 @@ class Target:
 
     def next_folder(self, default: str) -> Callable[[], Path] | None:
         """What finds another folder if a process takes the first one meanwhile; None if the user chose the folder."""
-        if self.name is not None or self.resume or self.fresh:
-            return None
-        return partial(run_folder, self.output_dir, None, default)
+        chosen = self.name is not None or self.resume or self.fresh
+        return None if chosen else partial(run_folder, self.output_dir, None, default)
 
     def saved(self, default: str | None = None) -> Mapping[str, Any]:
         """The metadata of the checkpoint to resume from; {} without one, or if its folder needs a `default` to be known."""
@@ -126,7 +125,7 @@ def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, defa
     own = checkpoint.absolute().parent
     if name is None and list_checkpoints(own)[:1] == [checkpoint.absolute()]:
         return own
-    folder = run_folder(output_dir, name, default, resume=True) if name else run_folder(output_dir, None, default)
+    folder = run_folder(output_dir, name, default, resume=name is not None)
     if folder.exists() and folder.absolute() != own:
         raise folder_exists_error(folder)
     return folder

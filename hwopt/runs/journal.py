@@ -57,8 +57,8 @@ class Journal(JournalFiles):
         evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
         try:
             prepare_folder(run, evaluated)
-            (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
-            (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
+            (folder / "job.toml").write_text(tomlkit.dumps(job_table(run.plan)), encoding="utf-8")
+            (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
             add_process(run)
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
@@ -123,13 +123,13 @@ def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
 
 
 def job_table(plan: Plan) -> dict[str, Any]:
-    """Return the job with every default written out, so that `hwopt run job.toml` repeats the run."""
+    """The job with every default written out, so that `hwopt run job.toml` repeats the run."""
     table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
     return table | {"training": plan.training.model_dump(mode="json", exclude_none=True)}
 
 
 def profile_table(plan: Plan) -> dict[str, Any]:
-    """Return the resolved profile: its parents merged, every option written out."""
+    """The resolved profile: its parents merged, every option written out."""
     content = plan.profile.content.model_dump(mode="json", exclude={"extends", "plugins", "training"}, exclude_none=True)
     content["training"] = plan.profile.content.training.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     content["plugins"] = {
@@ -138,7 +138,3 @@ def profile_table(plan: Plan) -> dict[str, Any]:
         for entry in plan.entries
     }
     return content
-
-
-def to_toml(table: dict[str, Any]) -> str:
-    return tomlkit.dumps({key: value for key, value in table.items() if value is not None})

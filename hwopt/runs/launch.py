@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 RUN_FOLDER_FILE = "run-folder"
 """The file in the launch folder that holds the path of the run folder."""
 RANKS_PER_CORE = 4
-"""The limit without CUDA devices: enough to try several ranks on a small machine."""
+"""The limit without CUDA devices."""
 
 
 def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
@@ -42,9 +42,8 @@ def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
     if LAUNCH_FOLDER in environment:
         return 1  # this process is one of the ranks
     if requested != "auto" and not re.fullmatch(r"0*[1-9]\d{0,5}", requested):
-        raise InputError(
-            f"--processes {truncate(requested)}: expected a whole number above 0, or auto (one process for each CUDA device)"
-        )
+        what = "expected a whole number above 0, or auto (one process for each CUDA device)"
+        raise InputError(f"--processes {truncate(requested)}: {what}")
     if found := [name for name in ("RANK", "WORLD_SIZE") if name in environment]:
         raise InputError(
             f"--processes {requested}: another launcher started this process ({', '.join(found)} set). "
@@ -56,15 +55,11 @@ def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
 
     devices = torch.cuda.device_count()  # creates no CUDA context, which would take device memory
     number = max(1, devices) if requested == "auto" else int(requested)
-    if 0 < devices < number:
-        raise InputError(
-            f"--processes {requested}: each process needs its own CUDA device, found {devices}. Give {devices} or fewer"
-        )
-    limit = RANKS_PER_CORE * cpu_cores()
-    if not devices and number > limit:
-        raise InputError(
-            f"--processes {requested}: too many for {cpu_cores()} CPU core(s) without a CUDA device. Give {limit} or fewer"
-        )
+    limit = devices or RANKS_PER_CORE * cpu_cores()
+    if number > limit:
+        cores = f"too many for {cpu_cores()} CPU core(s) without a CUDA device"
+        why = f"each process needs its own CUDA device, found {devices}" if devices else cores
+        raise InputError(f"--processes {requested}: {why}. Give {limit} or fewer")
     return number
 
 
@@ -111,7 +106,8 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Launch
     launcher = ["--multi_gpu", "--num_processes", str(number), "--num_machines", "1", "--main_process_port", "0"]
     neutral = ["--mixed_precision", "no", "--dynamo_backend", "no", "--log_dir", str(launch_folder)]
     options = launch_command_parser().parse_args([*launcher, *neutral, "-m", "hwopt", *arguments])
-    with silent_logging(), patch_environment(**rank_environment(number, launch_folder)):
+    with patch_environment(**rank_environment(number, launch_folder)):
+        logging.disable(logging.CRITICAL)  # the launcher would log that it ends the other ranks, and a table of exit codes
         try:
             launch_command(options)
         except ChildFailedError as error:
@@ -120,6 +116,8 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Launch
             raise signals.exception_for(EXIT_CODES.get(error.sigval, EXIT_CODES[signal.SIGTERM])) from None
         except ValueError as error:
             raise InputError(f"Accelerate's launcher rejects its settings: {error}. See `accelerate env`") from error
+        finally:
+            logging.disable(logging.NOTSET)
     return launch_outcome(launch_folder, {})
 
 
@@ -144,17 +142,6 @@ def rank_environment(number: int, launch_folder: Path) -> dict[str, str]:
     if not torch.cuda.device_count():
         variables["ACCELERATE_USE_CPU"] = "true"
     return variables
-
-
-@contextlib.contextmanager
-def silent_logging() -> Iterator[None]:
-    """Disable logging: the launcher would log that it ends the other ranks, and a table of exit codes."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(previous)
 
 
 def record_outcome(launch_folder: Path, outcome: LaunchOutcome) -> None:

@@ -78,10 +78,7 @@ class BestModel:
         return True
 
     def restore(self) -> None:
-        """Put the best weights and the plugins' state of that step back, unless they are the current ones. All ranks call it.
-
-        If `best-<step>/` is corrupt, the current weights stay, and no step is called the best.
-        """
+        """Put the best weights and the plugins' state of that step back, unless they are corrupt. All ranks call it."""
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
             folder = best_folder(self.run.folder, self.step)
@@ -90,12 +87,10 @@ class BestModel:
                 self.run.warn(f"{folder} is corrupt ({wrong}): final/ gets the weights of the last step instead of the best")
                 self.value = None
             else:
-                self._load(load_checkpoint(folder, verify=False).state)
+                state = load_checkpoint(folder, verify=False).state
+                self.run.engine.restore(state["engine"]["parameters"])
+                restore_parts(self.plugin_state, state.get("ranks", [{}]), self.run)
         self.run.accelerator.wait_for_everyone()
-
-    def _load(self, state: Any) -> None:
-        self.run.engine.restore(state["engine"]["parameters"])
-        restore_parts(self.plugin_state, state.get("ranks", [{}]), self.run)
 
 
 def best_metric(run: SavableRun) -> tuple[str, bool]:

@@ -84,7 +84,7 @@ class Checkpointer:
                 "best_step": self.best.step,
                 "evaluated": self.best.evaluated,
             }
-            self.writer.write(reader.checkpoint_folder(run.folder, run.step), content, state, weights, copies, then=self.prune)
+            self.writer.write(run.folder / f"checkpoint-{run.step}", content, state, weights, copies, then=self.prune)
 
     def emergency_save(self, all_ranks: bool) -> None:
         """Save the last complete step of a run that failed, if possible. An error is shown as a warning, not raised."""

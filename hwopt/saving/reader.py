@@ -84,10 +84,6 @@ def numbered(folder: Path, name: str) -> dict[int, Path]:
     return {int(match[1]): path for path, match in matches.items() if match}
 
 
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    return folder / f"checkpoint-{step}"
-
-
 def best_folder(folder: Path, step: int) -> Path:
     return folder / f"best-{step}"
 

@@ -58,7 +58,7 @@ def dimensions_of(plan: Plan, registry: Registry) -> list[Dimension]:
     """What the plugins offer for `plan`, the applied ones first. A broken plugin that is not applied is ignored."""
     applied = [entry.name for entry in plan.applied()]
     found = []
-    for name in (*applied, *(name for name in registry.names if name not in applied)):
+    for name in dict.fromkeys([*applied, *registry.names]):
         try:
             offered = scales_of(name, plan, registry)
         except PluginError:
@@ -114,10 +114,8 @@ class Space:
 
     def assignments(self, setting: Setting) -> tuple[str, ...]:
         """The same as arguments of `--set`."""
-        tables = self.tables(setting)
-        return tuple(
-            f"plugins.{name}.{key}={inline(value).as_string()}" for name, table in tables.items() for key, value in table.items()
-        )
+        options = [(name, *option) for name, table in self.tables(setting).items() for option in table.items()]
+        return tuple(f"plugins.{name}.{key}={inline(value).as_string()}" for name, key, value in options)
 
     def described(self, setting: Setting) -> str:
         """What `setting` changes, for a reader."""

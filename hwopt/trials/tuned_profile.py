@@ -73,14 +73,14 @@ class Tuned:
     """Plugin -> what the trials say of its options."""
     header: Sequence[str]
     skipped: frozenset[str] = frozenset()
-    """Plugins that the plan skips; a copied parent loses them, because the copy would ask for them by name (`Context.chosen`)."""
+    """Plugins that the plan skips; a copied parent loses them: the copy would ask for them by name (`Context.chosen`)."""
 
 
 def tuned_profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
     """The text of the profile for the file `path`. `assignments`: those of `--set` with which everything was measured."""
     document = tomlkit.document()
     for line in tuned.header:
-        document.add(tomlkit.comment(plain(line)) if line else tomlkit.nl())
+        document.add(tomlkit.comment(plain(line)))
     document.add(tomlkit.nl())
     document.add("name", tomlkit.item(profile_name(path)))
     document.add("summary", tomlkit.item(f"{parent.label}, tuned by hwopt tune"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -120,9 +120,8 @@ def tuned(
     """
 
     def resolved(changes: Sequence[str] = ()) -> Plan:
-        return resolve(
-            profile, job, assignments=[*assignments, *changes], strict=strict, memory_limit=memory_limit, inputs=inputs
-        )
+        given = [*assignments, *changes]
+        return resolve(profile, job, assignments=given, strict=strict, memory_limit=memory_limit, inputs=inputs)
 
     start = resolved()
     parent = Parent.of(profile, start.profile, inputs.files)
@@ -202,27 +201,17 @@ class Tuning:
 
     def measure(self, setting: Setting) -> Measurement:
         """Train with `setting` for some steps in a process of its own."""
-        number, start = len(self.search.trials) + 1, self.start
+        number = len(self.search.trials) + 1
         self.progress.show(f"trial {number} of at most {self.effort.trials}: {self.space.described(setting)}")
-        assignments = (*start.assignments, *self.space.assignments(setting))
-        variant = Variant(f"trial {number}", start.profile, assignments, start.memory_limit)
+        variant = replace(self.start, assignments=(*self.start.assignments, *self.space.assignments(setting)))
         folder = self.folder / str(number)
         outcome = run_trial(self.job, variant, self.effort.steps, folder, self.effort.time_limit_s, self.launch)
         return measurement_of(outcome, self.unit)
 
     def row(self, trial: Trial) -> TrialRow:
-        measurement = trial.measurement
-        return TrialRow(
-            trial.number,
-            self.space.described(trial.setting),
-            self.space.assignments(trial.setting),
-            rate(measurement.windows, self.unit),
-            self.unit,
-            measurement.peak_gib,
-            trial.ratio,
-            measurement.failure or "",
-            measurement.message,
-        )
+        found, setting = trial.measurement, (self.space.described(trial.setting), self.space.assignments(trial.setting))
+        speed = rate(found.windows, self.unit)
+        return TrialRow(trial.number, *setting, speed, self.unit, found.peak_gib, trial.ratio, found.failure or "", found.message)
 
     def found(self, parent: str) -> Tuned:
         """The options of the best setting, with what the trials say of them."""
@@ -280,11 +269,7 @@ def without_compilation(windows: Sequence[Window], waits: Mapping[int, float]) -
 def different_options(best: Plan, written: Plan) -> list[str]:
     """The plugin options in which two plans differ, as `--set` spells them."""
     ours, theirs = ({entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()} for plan in (best, written))
-    found = []
-    for name in {**ours, **theirs}:
-        mine, other = ours.get(name), theirs.get(name)
-        if mine is None or other is None:
-            found.append(f"plugins.{name}")
-        else:
-            found += [f"plugins.{name}.{key}" for key in mine if mine[key] != other.get(key)]
-    return found
+    found = [f"plugins.{name}" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        found += [f"plugins.{name}.{key}" for key, value in ours[name].items() if value != theirs[name][key]]
+    return sorted(found)

@@ -61,14 +61,6 @@ def test_file_that_is_no_configuration_is_one_message(name: str, command: tuple[
     assert not (tmp_path / "new").exists()
 
 
-def test_unknown_card_lists_the_cards(tmp_path: Path) -> None:
-    (tmp_path / "good.yaml").write_text(GOOD)
-    found = hwopt("check", "good.yaml", "--card", "RTX 9999", cwd=tmp_path)
-    assert found.returncode == 2
-    assert "no profile has such a card" in found.stderr
-    assert "Tesla T4" in found.stderr
-
-
 def test_import_writes_two_files_that_plan_and_overwrites_none(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(GOOD + "fp16: true\nunknown_key: 3\n")
     found = hwopt("import", "old.yaml", "-o", "new", "--card", "3070", "--set", "data.train=rows.csv", cwd=tmp_path)

@@ -165,12 +165,6 @@ def test_shell_completion_ends_without_an_error(variables: dict[str, str], shown
     assert shown in found.stdout
 
 
-def test_detect_prints_hardware_software_and_plugin_decisions(tmp_path: Path) -> None:
-    found = json.loads(hwopt("doctor", "--report", "--format", "json", cwd=tmp_path).stdout)
-    assert {"system", "hardware", "software", "plugins"} == set(found)
-    assert {answer["decision"] for answer in found["plugins"]} <= {"apply", "fallback", "skip", "choose", "ask"}
-
-
 def test_unwritable_cache_ends_run_with_6_and_plan_with_0(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "file").write_text("")

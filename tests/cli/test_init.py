@@ -96,22 +96,3 @@ def test_bad_input_of_init_is_one_message_and_writes_nothing(arguments: list[str
     assert "Traceback" not in found.stderr
     assert sorted(data.iterdir()) == before
     assert (data / "taken.toml").read_text() == "mine"
-
-
-def test_questions_fit_80_columns_and_say_what_an_empty_model_means(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", answering(*[""] * 6))
-    monkeypatch.setattr("hwopt.tasks.proposal.hub_is_out_of_reach", lambda: True)
-    made = hwopt("init", "train.jsonl", cwd=data)
-    assert made.returncode == 0, made.stderr
-    lines = made.stdout.splitlines()
-    assert any(line.startswith("Task: causal-lm, ") for line in lines)
-    asked = "".join(lines).split("Task [", 1)[1].split("machine:")[0]
-    assert all(len(question) < 80 for question in asked.split("]:"))
-    assert "Model, a hub name or a folder (empty: the small one): " in made.stdout
-    assert all(len(line) <= 80 for line in lines if line.startswith(("Task: ", "multi-label", "seq2seq")))
-
-
-def test_interrupted_questions_write_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", answering(""))  # the end of the input after the first answer
-    assert hwopt("init", "train.jsonl", cwd=data).returncode == 130
-    assert not (data / "job.toml").exists()

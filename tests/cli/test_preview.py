@@ -13,7 +13,7 @@ from hwopt.cli.plan import show_preview
 from hwopt.report.terminal import Terminal
 from hwopt.tasks.preview import Preview
 from hwopt.tasks.spans import Span
-from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
+from hwopt.testing import TINY_LLAMA
 
 MESSAGES = [
     {"role": "user", "content": "Hello?"},
@@ -69,17 +69,6 @@ def test_preview_of_prompts_marks_the_completion_and_the_end_of_text(tmp_path: P
         ("It is 2.<|endoftext|>", True),
     ]
     assert (found["sample"], found["samples"]) == (3, 4)
-
-
-def test_preview_of_classification_shows_text_and_label(tmp_path: Path) -> None:
-    write_samples(tmp_path / "train.jsonl", 40)
-    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
-    write_job(tmp_path, TINY_BERT, "text-classification", {"train": "train.jsonl", "max_length": 32})
-    found = json.loads(hwopt("plan", "--sample", "1", "--profile", "cpu", "--format", "json", cwd=tmp_path).stdout)
-    assert found["label"] == str(first["label"])
-    assert found["tokens_in_loss"] is None
-    (span,) = found["spans"]
-    assert span["text"].split()[:2] == ["[CLS]", first["text"].split()[0].lower()]
 
 
 @pytest.mark.parametrize(

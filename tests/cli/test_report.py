@@ -56,6 +56,7 @@ def test_report_of_several_runs_is_in_this_folder_or_where_it_is_asked_for(runs:
         ("compare a other", "the samples of data.train differ"),
         ("compare a b --job job.toml", "--job and --set are for profiles"),
         ("report --watch no-run", "no-run is not a run folder"),
+        ("report --watch a empty", "--watch follows one run and writes no file"),
     ],
 )
 def test_bad_input_ends_with_one_message_and_exit_code_2(command: str, message: str, runs: Path) -> None:
@@ -114,10 +115,3 @@ def test_commands_for_runs_import_no_torch(runs: Path) -> None:
         "sys.exit(codes != [0, 0, 0] or 'torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=runs, capture_output=True, check=False).returncode == 0
-
-
-def test_watch_refuses_several_runs_and_an_output_file(runs: Path) -> None:
-    for arguments in (("a", "empty"), ("a", "-o", "page.html")):
-        done = hwopt("report", "--watch", *arguments, cwd=runs)
-        assert done.returncode == 2
-        assert "--watch follows one run and writes no file" in done.stderr

@@ -12,13 +12,6 @@ def scores(label: str, f1: float, support: int = 3) -> dict[str, object]:
     return {"label": label, "precision": f1, "recall": f1, "f1": f1, "support": support}
 
 
-def test_classes_keep_their_order_if_all_fit() -> None:
-    sheet = class_sheet([scores("b", 0.9), scores("a", 0.1, 1_000)], "test")
-    assert sheet.columns == ("test", "precision", "recall", "f1", "support")
-    assert sheet.rows == [("b", "0.9000", "0.9000", "0.9000", "3"), ("a", "0.1000", "0.1000", "0.1000", "1,000")]
-    assert sheet.note == ""
-
-
 def test_of_many_classes_the_worst_are_shown_first() -> None:
     sheet = class_sheet([scores(f"class{number}", number / 100) for number in range(50, 0, -1)], "test")
     assert [row[0] for row in sheet.rows] == [f"class{number}" for number in range(1, SCREEN.classes + 1)]

@@ -36,14 +36,6 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     assert found["best"] == {"loss": {"value": 1.0, "step": 50}, "f1": {"value": 0.5, "step": 50}}
 
 
-def test_lower_metric_is_best_if_the_task_says_so(tmp_path: Path) -> None:
-    processes = [changed(PROCESS, metric_directions={"loss": False, "f1": False})]
-    record = record_of(tmp_path / "run", [eval_row(50, f1=0.5), eval_row(100, f1=0.4)], processes=processes)
-    best = record.best("f1")
-    assert best is not None
-    assert (best.value, best.step) == (0.4, 100)
-
-
 def test_differences_are_keys_as_set_takes_them() -> None:
     other = changed(PLAN, training__seed=7)
     other["plugins"][1] = changed(other["plugins"][1], decision="apply")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
-from report.test_measurements import USE
 
 from hwopt.records.run_record import RunRecord
 from hwopt.report.page import LIMITS, page_of
+from hwopt.report.verdicts import step_parts
 
 MARKUP = "<script>window.hacked = true</script>"
 NAMES = ["spam", MARKUP, 'a "quoted" & <b>label</b>']
@@ -23,6 +23,25 @@ DETAILS = {
     "best_eval_confusion_matrix": {"labels": NAMES, "rows": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
 }
 CUDA = changed(PLAN, hardware__device_type="cuda", hardware__name="NVIDIA GeForce RTX 3070", memory=None) | {"memory": MEMORY}
+USE = {
+    "data_wait_share": 0.2,
+    "gpu_percent": 91.4,
+    "power_watts": 180.6,
+    "temperature_celsius": 71,
+    "clock_mhz": 1725.0,
+    "throttled_share": 0.25,
+    "throttle_reasons": {"power limit": 0.25},
+    "cpu_percent": 130.2,
+    "host_ms_per_micro_batch": 12.3456,
+    "device_ms_per_micro_batch": 30.1,
+    "device_waits_share": 0.1,
+    "forward_share": 0.3,
+    "backward_share": 0.6,
+    "update_share": 0.1,
+    "mfu": 0.412,
+    "joules_per_sample": 0.5678,
+    "new_figure": 3.0,
+}
 VERDICT = {"limit": "input-bound", "figure": "the loop waited 20% of the time for data", "next": "num_workers = 4"}
 HELD = {"weights": 0.5, "gradients": 0.0, "optimizer_state": 1.0, "masters": 0.0}
 ROWS = [*log_rows(20), eval_row(50, loss=1.0, f1=0.5), eval_row(100, loss=0.9, f1=0.4)]
@@ -105,6 +124,8 @@ def test_page_shows_what_limits_the_speed_and_the_parts_of_a_step(tmp_path: Path
         "energy per sample 0.568 J",
         "waiting for data 20.0 % forward 24.0 % backward 48.0 % update of the weights 8.0 %",
         "host time per micro-batch 12.35 ms",
+        "power, mean 181 W",
+        "throttle reasons: power limit 25.0%",
         "Power (W)",
     ):
         assert part in text, part
@@ -112,6 +133,12 @@ def test_page_shows_what_limits_the_speed_and_the_parts_of_a_step(tmp_path: Path
     assert sum(widths) == pytest.approx(460, abs=0.1)
     well = page_of([record_of(tmp_path / "well", rows, summary={"verdict": VERDICT | {"limit": "compute-bound"}})])
     assert "speed ✓ good compute-bound" in text_of(well)
+
+
+def test_parts_of_a_step_add_up_with_the_wait_for_data() -> None:
+    parts = dict(step_parts(USE))
+    assert parts == pytest.approx({"waiting for data": 0.2, "forward": 0.24, "backward": 0.48, "update of the weights": 0.08})
+    assert step_parts({"data_wait_share": 0.2}) == [], "no step was timed"
 
 
 def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:

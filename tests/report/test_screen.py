@@ -77,13 +77,8 @@ def test_evidence_lists_what_is_not_active(verbose: bool) -> None:
 def test_summary_has_units() -> None:
     summary = {"step": 1080, "train_runtime": 3725.4, "eval_runtime": 2.25}
     summary |= {"train_tokens_per_second": 81_801.4, "data_wait": 0.023}
-    assert dict(summary_rows(summary)) == {
-        "step": "1,080",
-        "train_runtime": "62.1 min",
-        "eval_runtime": "2.25 s",
-        "train_tokens_per_second": "81,801 tokens/s",
-        "data_wait": "2.3%",
-    }
+    shown = [text for _, text in summary_rows(summary)]
+    assert shown == ["1,080", "1.03 h", "2.25 s", "81,801 tokens/s", "2.3%"]
 
 
 def test_run_log_holds_what_the_run_printed(tmp_path: Path) -> None:

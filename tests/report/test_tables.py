@@ -114,7 +114,7 @@ def test_no_terminal_cuts_a_figure(table: Callable[[Terminal], None], width: int
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [((0.439, 1.31), "439 to 1,310 ms"), ((0.0725, 0.156), "72.5 to 156 ms"), ((150.0,), "2.5 min"), ((4e6,), "1,110 h")],
+    [((0.439, 1.31), "439 to 1,310 ms"), ((0.0725, 0.156), "72.5 to 156 ms"), ((1.15,), "1.15 s"), ((4e6,), "1,110 h")],
 )
 def test_times_have_three_digits_and_no_exponent(seconds: tuple[float, ...], shown: str) -> None:
     assert seconds_text(*seconds) == shown

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,14 +9,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from report.test_status_line import FakeTerminal
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
-from hwopt.planning.memory_plan import Change
 from hwopt.planning.plan import Plan
-from hwopt.report import planning as planning_report
-from hwopt.report.status_line import CLEAR_LINE
+from hwopt.report import memory as planning_report
 from hwopt.report.terminal import Terminal, show_plan, show_values
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -77,20 +72,3 @@ def test_plan_lists_all_values_on_request_only(
     assert shown == [plan]
     assert "dataloader" in result.output
     assert ("training.learning_rate" in result.output) is listed
-
-
-CHANGE = Change(("plugins.batch.train = 4",), 1.5, True, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
-
-
-@pytest.mark.parametrize(("stream", "shown"), [(FakeTerminal(), True), (io.StringIO(), False)], ids=["terminal", "file"])
-def test_progress_of_a_plan_is_shown_on_a_terminal_only_and_removed(
-    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    screen = planning_report.PlanScreen(Terminal(file=io.StringIO()))
-    screen.on_trial("tracing a step")
-    assert ("planning: tracing a step" in stream.getvalue()) is shown
-    screen.on_change(CHANGE)
-    screen.on_change(CHANGE)
-    assert "fits with: plugins.batch.train = 4: saves 1.50 GiB, step time about +10%" in screen.console.file.getvalue()
-    assert stream.getvalue().count(CLEAR_LINE) == (2 if shown else 0)

@@ -313,7 +313,7 @@ def test_timed_save_is_skipped_without_host_memory(uninterrupted: Path, tmp_path
 
 
 def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
-    """Corrupt best weights are renamed on resume. Those corrupted during the run are not copied to final/."""
+    """Corrupt best weights are renamed on resume."""
     training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
@@ -328,22 +328,6 @@ def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
     assert (again / f"best-{best}.damaged").is_dir()
     assert storage.find_corruption(again / "final") == ""
 
-    class Damaging(Recorder):
-        def on_log(self, run: Any, row: Any) -> None:
-            super().on_log(run, row)
-            if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
-                path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-    recorder = Damaging()
-    summary = api.execute(plan, tmp_path / "meanwhile", recorder, cache=tmp_path / "cache")
-    assert any("final/ gets the weights of the last step" in warning for warning in recorder.warnings)
-    assert "best_step" not in summary
-    assert saved_bits(tmp_path / "meanwhile" / "final") == weights_of(tmp_path / "run" / f"checkpoint-{LAST}")
-
-
-def weights_of(checkpoint: Path) -> dict[str, str]:
-    return {name: value for name, value in saved_bits(checkpoint).items() if name.startswith("model.")}
-
 
 def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
     """Old best weights are deleted, also in a run without checkpoints."""
@@ -357,16 +341,6 @@ def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
 
     api.execute(plan, tmp_path / "run", Counting(), cache=tmp_path / "cache")
     assert 1 <= most <= 2
-
-
-def test_repeated_steps_of_a_complete_run_are_reported(uninterrupted: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(uninterrupted / "run", run)
-    for path in resume.list_checkpoints(run)[: LAST - 6]:
-        shutil.rmtree(path)
-    recorder = Recorder()
-    api.execute(make_plan(uninterrupted, {"max_steps": 14}), run, recorder, cache=uninterrupted / "cache", resume=True)
-    assert any("had reached step 12; its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
 
 
 def test_run_with_only_corrupt_checkpoints_does_not_restart(uninterrupted: Path, tmp_path: Path) -> None:
@@ -432,13 +406,6 @@ def test_corrupt_resume_from_checkpoint_is_refused(uninterrupted: Path, tmp_path
             api.execute(make_plan(uninterrupted), target, cache=uninterrupted / "cache", resume=run / "checkpoint-6")
     assert (run / "checkpoint-6").is_dir()
     assert not (tmp_path / "other" / "checkpoint-6").exists()
-
-
-def test_plugin_states_are_named_by_class() -> None:
-    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
-    both = named_by_class([other, first, second])
-    assert named_by_class([first, second]).items() <= both.items()
-    assert len(both) == 3
 
 
 def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, tmp_path: Path) -> None:
@@ -521,3 +488,10 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tm
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     api.execute(make_plan(uninterrupted), tmp_path / "run", cache=uninterrupted / "cache", resume=True)
     assert same(tmp_path / "run", uninterrupted / "run")
+
+
+def test_plugin_states_are_named_by_class() -> None:
+    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
+    both = named_by_class([other, first, second])
+    assert named_by_class([first, second]).items() <= both.items()
+    assert len(both) == 3

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
-import pytest
 from report.run_folders import PLAN, log_row, log_rows, write_run
 from rich.console import Console
 from runs.test_record import owned
 
-from hwopt.errors import InputError
 from hwopt.report.screen import panel, plain_line
 from hwopt.runs.folder import OWNER
 from hwopt.runs.record import follow, last_warnings, read_record
@@ -62,11 +60,6 @@ def test_run_that_prepares_its_data_is_waited_for(tmp_path: Path) -> None:
         (folder / OWNER).unlink()
 
     assert [record.exit_code for record in follow(folder, 1.0, steps(lambda: None, begin))] == [0]
-
-
-def test_folder_that_is_no_run_is_not_watched(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a run folder"):
-        next(follow(tmp_path, 1.0, steps()))
 
 
 def test_last_warnings_of_the_log_are_shown(tmp_path: Path) -> None:

@@ -164,17 +164,6 @@ def test_gain_within_the_noise_is_not_adopted() -> None:
     assert search.best == (0,)
 
 
-def test_few_windows_need_a_large_gain() -> None:
-    for seconds, best in ((0.97, (0,)), (0.9, (1,))):
-        search = Search(
-            [Axis(2, 0)],
-            lambda s: Forecast(str(s), True),
-            lambda s, seconds=seconds: Measurement(windows(1.0 if s == (0,) else seconds, number=2)),  # type: ignore[misc]
-        )
-        search.run()
-        assert search.best == best
-
-
 def test_interrupted_search_keeps_its_trials_and_the_best_setting() -> None:
     def seconds(setting: Setting) -> float:
         if setting == (2,):

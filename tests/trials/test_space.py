@@ -14,7 +14,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Choice, Context, Decision, Plugin, PluginOptions, Recipe, Scale, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.trials.space import Space, dimensions_of, what_runs
+from hwopt.trials.space import Space, what_runs
 
 CARD = described("a card", (8, 6), 24.0)
 
@@ -128,17 +128,3 @@ def test_forecast_tells_equal_plans_by_their_text(tmp_path: Path) -> None:
     assert compiled is not None
     here = space.start.hardware.compiler is not None
     assert (what_runs(compiled) != what_runs(space.start)) == here
-
-
-def test_broken_plugin_without_a_table_is_ignored(tmp_path: Path) -> None:
-    class Broken(Rows):
-        name = "broken"
-
-        @classmethod
-        def alternatives(cls, options: Any | None, context: Context) -> list[Scale]:
-            raise RuntimeError("no")
-
-    registry = Registry()
-    registry.add(Broken)
-    space = space_of(tmp_path, registry=registry, batch={"train": 4})
-    assert "broken" not in {dimension.plugin for dimension in dimensions_of(space.start, registry)}

@@ -185,16 +185,11 @@ def test_bad_input_is_one_message(trials: Any, arguments: list[str], code: int, 
     assert asked == []
 
 
-def test_micro_batches_that_the_back_off_made_smaller_do_not_fit() -> None:
-    variant = Variant("x", "cpu")
-    assert measurement_of(outcome(variant, 1.0, reduced_rows=4), "tokens").failure == "out of memory"
-    assert measurement_of(outcome(variant, 1.0), "tokens").failure is None
-
-
 def test_part_of_the_time_that_waits_for_data_is_weighted_by_the_steps() -> None:
     windows = (Window(1, 1, 1.0, 8, 80), Window(2, 1, 3.0, 8, 80))
     found = measurement_of(Outcome(Variant("x", "cpu"), "completed", windows=windows, data_waits={2: 0.5}), "samples")
     assert found.data_wait == pytest.approx(1.5 / 4)
+    assert measurement_of(outcome(Variant("x", "cpu"), 1.0, reduced_rows=4), "tokens").failure == "out of memory"
 
 
 def test_steps_that_compile_are_left_out_and_steps_that_wait_are_not() -> None:

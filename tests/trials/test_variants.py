@@ -126,11 +126,6 @@ def test_profile_without_effect_here_is_an_error(planner: Planner, tmp_path: Pat
         planner.candidates()
 
 
-def test_profile_is_not_compared_with_itself(planner: Planner) -> None:
-    with pytest.raises(InputError, match="this is the profile itself"):
-        planner.contest("mine.toml")
-
-
 def test_baseline_is_another_profile_or_none() -> None:
     inputs, before = Inputs(), str(BASELINES / "rtx3070_8gb_before.toml")
     contest = contest_of(Variant("profile", "rtx3070_8gb"), before, inputs, None)
