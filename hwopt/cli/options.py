@@ -147,7 +147,6 @@ def warn(message: str) -> None:
 
 
 def say_json(found: Any, ensure_ascii: bool = True) -> None:
-    """Print `found` as JSON."""
     status_line.clear()
     click.echo(json.dumps(found, indent=2, default=str, ensure_ascii=ensure_ascii))
 

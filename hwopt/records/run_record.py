@@ -51,7 +51,6 @@ class RunRecord:
 
     @cached_property
     def log_rows(self) -> list[MetricRow]:
-        """The log points of the training."""
         return [row for row in self.rows if "learning_rate" in row]
 
     @cached_property
@@ -115,7 +114,6 @@ class RunRecord:
 
     @property
     def gpu_use(self) -> float | None:
-        """The mean GPU use in percent."""
         found = self.use.get("gpu_percent")
         return mean(self.values("gpu_utilization")) if found is None else float(found)
 

@@ -85,7 +85,6 @@ def speed_line(bench: Bench, profile: BenchRow) -> Line:
 
 
 def legend(bench: Bench) -> dict[str, str]:
-    """How the table is to be read, by label."""
     found = {"speed": "samples/s relative to the reference: median of the rounds (lowest to highest)"}
     copy = bench.row("copy")
     if copy is not None and (floor := copy.speedup) is not None:

@@ -43,7 +43,6 @@ def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN
 
 
 def target_sheet(targets: Sequence[Mapping[str, Any]], limits: Limits = SCREEN) -> Sheet:
-    """The metrics of each target of a regression."""
     names = [name for name in targets[0] if name != "target"]
     rows = [(cut(each["target"], limits.label), *(known(each[name], "{:.4g}".format) for name in names)) for each in targets]
     return Sheet(("target", *names), rows, "targets")

@@ -60,7 +60,6 @@ def show_largest(console: Console, memory: MemoryPlan) -> None:
 
 
 def show_change(console: Console, change: Change) -> None:
-    """Print one change that saves memory."""
     label, style = ("fits with", "bold green") if change.fits else ("saves memory", "bold")
     time = "same" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
     effect = f"saves {gib(change.saves_gib)}, step time {time}; {change.cost}"
@@ -68,7 +67,6 @@ def show_change(console: Console, change: Change) -> None:
 
 
 def show_gain(console: Console, gain: Gain) -> None:
-    """Print one change that uses free memory to be faster."""
     say(console, "faster with" if not gain.alters else "faster, but changes the training", describe_gain(gain), "bold")
 
 
@@ -160,8 +158,6 @@ class PlanProgress(PlanListener):
 
 
 class PlanScreen(PlanProgress):
-    """Prints the plan, its memory and each change."""
-
     def __init__(self, console: Console) -> None:
         self.console = console
 

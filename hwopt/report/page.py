@@ -112,7 +112,6 @@ def run_section(number: int, name: str, record: RunRecord) -> dict[str, Any]:
 
 
 def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """What was trained, on what."""
     plan = record.plan
     hardware, model, batch, data = plan["hardware"], plan["model"], plan["batch"], plan["job"].get("data", {})
     yield "profile", plan["profile"]

@@ -33,7 +33,6 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
 
 
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """The cells of each row of the table."""
     for scheme in comparison.schemes:
         sent = [scheme.volume.sent]
         if comparison.ranks.nodes > 1:

@@ -77,7 +77,6 @@ def limit(record: RunRecord) -> Iterator[Line]:
 
 
 def quality(record: RunRecord) -> Iterator[Line]:
-    """The best evaluation, by the metric that chose the weights."""
     for key, value in record.summary.items():
         if key.startswith("best_eval_") and is_number(value):
             step = int(record.summary.get("best_step", 0))

@@ -132,7 +132,6 @@ def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, defa
 
 
 def folder_exists_error(folder: Path) -> InputError:
-    """The error for a new run whose folder exists already."""
     content = " with checkpoints" if list_checkpoints(folder) else ""
     return InputError(
         f"--name {folder.name}: {folder} exists{content}. Continue its run with --resume, or give another --name. "
@@ -197,7 +196,6 @@ def read_owner(folder: Path) -> dict[str, Any]:
 
 
 def folder_in_use_error(folder: Path) -> FolderInUseError:
-    """The error for a folder in which another process trains."""
     owner = read_owner(folder)
     trainer = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
     return FolderInUseError(

@@ -78,7 +78,6 @@ def origin(run: SavableRun, base: Mapping[str, Any]) -> str:
 
 
 def loading(run: SavableRun) -> str:
-    """Code that loads the model."""
     if not hasattr(run.skeleton, "save_pretrained"):
         return (
             "## Use\n\nThe class of this model has no `save_pretrained`: build the model in Python and load `model.safetensors` "

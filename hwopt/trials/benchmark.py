@@ -133,7 +133,6 @@ class Benchmark:
         return f", at most {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'} left"
 
     def measure(self, name: str, number: int, launch: Launch) -> None:
-        """Run one trial of the variant `name`."""
         candidate, folder = self.candidates[name], self.folder / f"{number}-{len(self.trial_seconds)}"
         variant = replace(candidate.variant, without_dropout=number == 0)
         steps = FIRST_STEPS if number == 0 else self.steps_of(candidate)
@@ -169,7 +168,6 @@ class Benchmark:
         return [name for name in running if name in open_ or name in needed]
 
     def speedup(self, name: str) -> Speedup | None:
-        """The speed of a variant over that of its reference."""
         reference = self.candidates[name].reference
         if reference not in self.candidates:
             return None
@@ -181,7 +179,6 @@ class Benchmark:
         return {number: speed for number, outcome in self.measured[name].items() if (speed := outcome.rate("samples"))}
 
     def rows(self) -> list[BenchRow]:
-        """The rows of the table, in the order of the candidates."""
         return [self.row(candidate) for candidate in self.candidates.values()]
 
     def row(self, candidate: PlannedVariant) -> BenchRow:
@@ -225,7 +222,6 @@ class Benchmark:
         return parity(effect_between(ours, theirs), own.losses, other.losses)
 
     def ending_of(self, candidate: PlannedVariant) -> tuple[str, str]:
-        """How the variant ended, and what to say of it."""
         if not candidate.runs:
             return candidate.ending, candidate.note
         if (failure := self.failed.get(candidate.name)) is not None:

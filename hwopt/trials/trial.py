@@ -178,7 +178,6 @@ def launching(device_type: str) -> Iterator[Launch]:
 
 
 def in_new_process(folder: Path, limit_s: float) -> int | None:
-    """Run the trial of `folder` in a new interpreter."""
     with open(folder / OUTPUT, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", START_UP, json.dumps(sys.path), str(folder), str(os.getpid())],

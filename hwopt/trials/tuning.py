@@ -72,8 +72,6 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search found."""
-
     rows: Sequence[TrialRow]
     best: TrialRow
     ending: str
@@ -200,7 +198,6 @@ class Tuning:
         return "tokens" if self.space.start.context.task.inputs == "tokens" else "samples"
 
     def measure(self, setting: Setting) -> Measurement:
-        """Train with `setting` for some steps in a process of its own."""
         number = len(self.search.trials) + 1
         self.progress.show(f"trial {number} of at most {self.effort.trials}: {self.space.described(setting)}")
         variant = replace(self.start, assignments=(*self.start.assignments, *self.space.assignments(setting)))
@@ -227,7 +224,6 @@ class Tuning:
         return f"trial {first.number}: {ratio_text(first.ratio)} times the speed of the start"
 
     def header(self, parent: str) -> Iterator[str]:
-        """The comments at the top of the profile."""
         plan, trials = self.space.start, self.search.trials
         software = ", ".join(f"{name} {plan.software[name]}" for name in ("torch", "transformers") if name in plan.software)
         yield f"{parent}, tuned by hwopt {version('hwopt')} on {date.today()} on {plan.hardware.name}, with {software}."
