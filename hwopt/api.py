@@ -1,7 +1,4 @@
-"""hwopt from Python: `plan` answers as `hwopt plan` does, `train` trains as `hwopt run` does.
-
-Both are sequences of `resolve`, `with_memory`, `with_gains` and `execute`, which can also be called one by one.
-"""
+"""hwopt from Python: `plan` answers as `hwopt plan` does, `train` trains as `hwopt run` does."""
 
 from __future__ import annotations
 
@@ -136,8 +133,8 @@ def preview(
     """
     inputs, cache = inputs or Inputs(), cache or cache_folder()
     job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
-    automatic = profile == "auto"
-    chosen = auto_profile.choose(detect(local_rank(os.environ)), inputs).profile if automatic else inputs.profile(profile)
+    machine = detect(local_rank(os.environ)) if profile == "auto" else None
+    chosen = auto_profile.choose(machine, inputs).profile if machine else inputs.profile(profile)
     merged = under_job(chosen, job_file)
     model = merged.model
     with job_file.placing():

@@ -5,7 +5,6 @@ Commands that must start fast use plain click; commands that import torch anyway
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import importlib
 import io
@@ -41,13 +40,14 @@ COMMANDS = {
     "plugins": "List the plugins, or show one with its options.",
     "doctor": "Check the machine, with the command that fixes each problem.",
 }
-FORMER = {
-    "detect": "doctor --report",
-    "preview": "plan --sample 1",
-    "schema": "check --schema",
-    "watch": "report --watch",
+
+
+ENDINGS = {
+    1: "error: this is a bug in hwopt or in a package that it uses; please report the lines above.",
+    130: "interrupted",
+    143: "terminated",
 }
-"""Former command -> what to type instead."""
+MOST_LINES, LONGEST_LINE = 12, 1_000
 
 
 def command_called(name: str) -> click.Command:
@@ -85,9 +85,7 @@ class Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            instead = FORMER.get(args[0])
-            hint = f" Type: hwopt {instead}" if instead else nearest(args[0], COMMANDS)
-            raise click.UsageError(f"No such command {args[0][:60]!r}.{hint}", context)
+            raise click.UsageError(f"No such command {args[0][:60]!r}.{nearest(args[0], COMMANDS)}", context)
         return super().resolve_command(context, args)
 
 
@@ -101,30 +99,13 @@ def cli(debug: bool) -> None:
     """
 
 
-PLAIN = str.maketrans({"—": "-", "–": "-", "…": "...", "×": "x", "“": '"', "”": '"', "‘": "'", "’": "'", "≥": ">=", "≤": "<="})
-
-
-def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """A codecs error handler: replaces characters that the encoding lacks with ASCII letters or question marks."""
-    assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end].translate(PLAIN)
-    return "".join(letter if letter.isascii() else "?" for letter in text), error.end
-
-
-def write_anything() -> None:
-    """Replace characters that the terminal's encoding lacks, instead of ending the run with an error."""
-    codecs.register_error("plain_letters", in_plain_letters)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="plain_letters")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of docs/exit-codes.md."""
-    write_anything()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a "?" for what the terminal's encoding lacks, instead of an error
     garbage.collect_seldom()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    code = run_command(arguments)
+    code = run_command(list(sys.argv[1:] if arguments is None else arguments))
     kill_workers()
     sys.exit(last_words(code))
 
@@ -157,14 +138,15 @@ def kill_workers() -> None:
             worker.kill()
 
 
-def run_command(arguments: list[str]) -> int:
-    typed = arguments
+def run_command(typed: list[str]) -> int:
+    """Run `hwopt TYPED`, show what ended it, and return the exit code."""
     debug = "--debug" in typed  # with any command, anywhere
-    arguments = [argument for argument in typed if argument != "--debug"]
     try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(status_line.clear)
+        try:
+            arguments = [argument for argument in typed if argument != "--debug"]
             code = cli.main(arguments, prog_name="hwopt", standalone_mode=False, obj=typed)
+        finally:
+            status_line.clear()
         return code if isinstance(code, int) else 0
     except Exit as error:
         return int(error.exit_code)
@@ -178,16 +160,14 @@ def run_command(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
         return error.exit_code
-    except SystemExit as error:
-        if error.code not in (0, None):
-            return show_error(error, debug)
-        return 0  # shell completion ends so
-    except click.Abort:  # click's form of KeyboardInterrupt
+    except click.Abort:  # click's form of KeyboardInterrupt, which has shown it
         from hwopt.runs.rank_errors import report_error
 
         report_error(130, ENDINGS[130])
         return 130
     except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            return 0  # shell completion ends so
         return show_error(error, debug)
 
 
@@ -201,26 +181,18 @@ def with_instead(error: click.NoSuchOption) -> click.ClickException:
 
 def show_error(error: BaseException, debug: bool) -> int:
     """Show what ended the command, and return the exit code."""
+    import traceback
+
     from hwopt.runs.rank_errors import report_error
     from hwopt.system import signals
 
     code = signals.exit_code(error)
-    message = (traceback_text() if debug or code == 1 else "") + (ENDINGS.get(code) or in_short(f"error: {error}"))
-    message = printable(message)
+    trace = "".join(traceback.format_exception(error)) if debug or code == 1 else ""
+    message = printable(trace + (ENDINGS.get(code) or in_short(f"error: {error}")))
     if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
         with contextlib.suppress(OSError):
             click.echo(message, err=True)
     return code
-
-
-ENDINGS = {
-    1: "error: this is a bug in hwopt or in a package that it uses; please report the lines above.",
-    130: "interrupted",
-    143: "terminated",
-}
-
-
-MOST_LINES, LONGEST_LINE = 12, 1_000
 
 
 def in_short(message: str) -> str:
@@ -228,9 +200,3 @@ def in_short(message: str) -> str:
     lines = [cut(line, LONGEST_LINE) for line in message.splitlines()]
     more = len(lines) - MOST_LINES
     return "\n".join(lines if more <= 0 else [*lines[: MOST_LINES - 1], f"… and {more + 1} more lines"])
-
-
-def traceback_text() -> str:
-    import traceback
-
-    return traceback.format_exc()

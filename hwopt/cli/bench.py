@@ -11,6 +11,7 @@ import rich_click as click
 
 from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, say_json, source_options
 from hwopt.errors import StorageError
+from hwopt.report.status_line import status_line
 
 
 @click.command(
@@ -48,21 +49,20 @@ def bench(
     if output is not None:
         refuse_unwritable(output)
     inputs = begin([profile], **asked)
-    from hwopt.report.bench import BenchProgress, bench_page, show_bench
+    from hwopt.report.bench import bench_page, show_bench
     from hwopt.report.html import write_page
     from hwopt.report.terminal import Terminal
     from hwopt.runs.processes import command_line
     from hwopt.system import signals
+    from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort
-    from hwopt.trials.preparation import prepare_bench, run_bench
     from hwopt.trials.trial import Variant
 
     quiet_transformers()
     signals.install_handlers()
-    progress, effort = BenchProgress(), BenchEffort(rounds, seconds, steps, time_limit)
     subject = Variant("profile", profile, asked["assignments"], asked["memory_limit"])
-    prepared = prepare_bench(inputs, asked["job"], subject, against, progress)
-    found, ended = run_bench(prepared, effort, progress)
+    effort = BenchEffort(rounds, seconds, steps, time_limit)
+    found, ended = run_bench(inputs, asked["job"], subject, against, effort, status_line)
     if output is not None:
         write_page(bench_page(found, command_line(sys.orig_argv)), output)
     if format_ == "json":

@@ -90,7 +90,7 @@ def compare_profiles(profiles: Sequence[str], format_: str, **asked: Any) -> Non
     start_early()
     from hwopt import api
     from hwopt.report.comparison import plans_to_dict, show_plans
-    from hwopt.report.planning import PlanProgress
+    from hwopt.report.memory import PlanProgress
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()

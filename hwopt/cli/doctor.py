@@ -24,11 +24,8 @@ from hwopt.system.cache import cache_folder
 @format_option
 def doctor(report: bool, format_: str) -> int:
     quiet_libraries()
-    return report_machine(format_) if report else check_machine(format_)
-
-
-def check_machine(format_: str) -> int:
-    """Show each problem with its fix, and return the exit code."""
+    if report:
+        return report_machine(format_)
     status_line.announce("checking the machine")
     from hwopt.hardware.doctor import checks, examine
     from hwopt.report.doctor import show_findings

@@ -24,7 +24,7 @@ def evaluate(format_: str, **asked: Any) -> None:
     quiet_libraries()
     announce_loading()
     from hwopt import api
-    from hwopt.report.inference import show_evaluation
+    from hwopt.report.classes import show_evaluation
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()

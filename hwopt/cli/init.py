@@ -20,7 +20,7 @@ COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
 """Keys of `data` that name columns."""
 
 LONGEST_QUESTION = 70
-"""Letters of a question with its answers, so that a line of 80 columns holds it. The answers of a longer one come before it."""
+"""Letters of a question with its answers; the answers of a longer one come before it."""
 
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
@@ -52,20 +52,15 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     proposal = api.propose(columns)
     say(console, "machine", proposal.profile_why)
     say(console, "model", f"{proposal.model.name or 'a small one'}: {proposal.model.why}")
-    length = proposal.max_length
+    length, model = proposal.max_length, proposal.model.name
     proposal = proposal.with_answers(
         max_length=length and questions.number("Maximum length in tokens", length),
-        model=questions.text(*model_question(proposal.model.name)),
+        model=questions.text("Model" if model else "Model, a hub name or a folder (empty: the small one)", model),
         profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
     )
     write_new(output, proposal.text(output))
     say(console, "written", str(output))
     click.echo("\n" + printable("\n".join(proposal.commands(output))))
-
-
-def model_question(proposed: str | None) -> tuple[str, str | None]:
-    """(question, proposed answer); without a proposal the question says what no answer means."""
-    return ("Model" if proposed else "Model, a hub name or a folder (empty: the small one)", proposed)
 
 
 class Questions:
@@ -98,12 +93,10 @@ class Questions:
 
     def columns(self, found: DataColumns) -> DataColumns:
         """`found` with the columns that the user names."""
-        keys: dict[str, Any] = {}
+        keys: dict[str, Any] = dict(found.keys)
         for key, value in found.keys.items():
-            if key not in COLUMN_KEYS:
-                keys[key] = value
-            elif isinstance(value, str):
-                keys[key] = self.choice(f"Column for data.{key}", value, found.names)
-            else:
-                keys[key] = [self.choice(f"Column for data.{key}", name, found.names) for name in value]
+            if key in COLUMN_KEYS:
+                names = [value] if isinstance(value, str) else value
+                asked = [self.choice(f"Column for data.{key}", name, found.names) for name in names]
+                keys[key] = asked[0] if isinstance(value, str) else asked
         return found.with_keys(keys)

@@ -18,6 +18,8 @@ from hwopt.system.ranks import rank_and_world
 from hwopt.text import printable
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from hwopt.planning.inputs import Inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,10 +27,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
 
 
-def profile_option(command: Command) -> Command:
-    return click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")(command)
-
-
+profile_option = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")
 SHORTCUTS = {
     "lr": ("training.learning_rate", "Learning rate"),
     "epochs": ("training.num_train_epochs", "Epochs"),
@@ -43,20 +42,16 @@ def with_shortcuts(command: Command) -> Command:
 
     @wraps(command)
     def run(*args: Any, assignments: tuple[str, ...], **options: Any) -> Any:
-        given = {name: options.pop(name) for name in SHORTCUTS}
-        short = tuple(f"{key_of(SHORTCUTS[name][0])}={value}" for name, value in given.items() if value is not None)
+        from hwopt.config.aliases import option_for
+
+        given = {word: options.pop(name) for name, (word, _) in SHORTCUTS.items()}
+        keys = {word if "." in word else option_for(word): value for word, value in given.items() if value is not None}
+        short = (f"{key}={value}" for key, value in keys.items())
         return command(*args, assignments=(*short, *assignments), **options)
 
     for name, (_, text) in SHORTCUTS.items():
         run = click.option(f"--{name.replace('_', '-')}", name, metavar="NUMBER", help=f"{text}; short for --set.")(run)
     return cast("Command", run)
-
-
-def key_of(word: str) -> str:
-    """The key of a job, or the option of a plugin that declares `word`."""
-    from hwopt.config.aliases import option_for
-
-    return word if "." in word else option_for(word)
 
 
 def instead_of_option(name: str) -> str:
@@ -67,25 +62,21 @@ def instead_of_option(name: str) -> str:
     from hwopt.config.job_training import Training
 
     word = name.lstrip("-").replace("-", "_")
-    for table, keys in (("training", Training), ("data", Data), ("model", Model)):
-        if word in keys.model_fields:
-            return f"--set {table}.{word}=VALUE"
-    found = instead_of(word)
-    if not found or found.startswith("--"):
-        return found
-    return f"--set {found.split(' ')[0]}=VALUE"
+    tables: dict[str, type[BaseModel]] = {"training": Training, "data": Data, "model": Model}
+    keys = [f"{table}.{word}" for table, model in tables.items() if word in model.model_fields]
+    found = keys[0] if keys else instead_of(word)
+    return found if not found or found.startswith("--") else f"--set {found.split(' ')[0]}=VALUE"
 
 
-def trust_option(command: Command) -> Command:
-    return click.option(
-        "--trust-remote-code",
-        "trusted",
-        multiple=True,
-        metavar="MODEL_NAME",
-        expose_value=False,
-        callback=lambda context, option, names: trust_only(names),
-        help="Allow this model's custom code (command line only).",
-    )(command)
+trust_option = click.option(
+    "--trust-remote-code",
+    "trusted",
+    multiple=True,
+    metavar="MODEL_NAME",
+    expose_value=False,
+    callback=lambda context, option, names: trust_only(names),
+    help="Allow this model's custom code (command line only).",
+)
 
 
 def set_option(text: str) -> Callable[[Command], Command]:
@@ -93,14 +84,10 @@ def set_option(text: str) -> Callable[[Command], Command]:
     return click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=f"{text}; repeatable.")
 
 
-def memory_limit_option(command: Command) -> Command:
-    text = "Run as if the device had only this much memory, such as 8GiB."
-    return click.option("--memory-limit", metavar="SIZE", help=text)(command)
-
-
 def source_options(command: Command) -> Command:
     """JOB, --set, --memory-limit and --trust-remote-code."""
-    command = memory_limit_option(trust_option(command))
+    text = "Run as if the device had only this much memory, such as 8GiB."
+    command = click.option("--memory-limit", metavar="SIZE", help=text)(trust_option(command))
     command = click.argument("job", required=False, type=Path)(command)
     return set_option("Override a key of the job or a plugin's option")(command)
 
@@ -117,15 +104,14 @@ def hardware_option(default: str) -> Callable[[Command], Command]:
     return click.option("--hardware", type=choice, default=default, show_default=True, help=text)
 
 
-def world_size_option(command: Command) -> Command:
-    kind = click.IntRange(min=1)
-    return click.option(
-        "--world-size", type=kind, default=1, show_default=True, help="Number of processes (ranks), one a device."
-    )(command)
-
-
-def format_option(command: Command) -> Command:
-    return click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)(command)
+world_size_option = click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of processes (ranks), one a device.",
+)
+format_option = click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
 def lister(text: str, listed: Callable[[str], None]) -> click.Group:
@@ -142,12 +128,10 @@ def lister(text: str, listed: Callable[[str], None]) -> click.Group:
 
 def inference_options(command: Command) -> Command:
     """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
-    command = set_option("Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252")(
-        trust_option(command)
-    )
-    command = click.option(
-        "--batch-size", type=click.IntRange(min=1), help="Rows of a batch; default: those of the run's evaluation."
-    )(command)
+    text = "Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252"
+    command = set_option(text)(trust_option(command))
+    text = "Rows of a batch; default: those of the run's evaluation."
+    command = click.option("--batch-size", type=click.IntRange(min=1), help=text)(command)
     command = click.argument("source", metavar="FILE")(command)
     return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
 
@@ -163,7 +147,6 @@ def warn(message: str) -> None:
 
 
 def say_json(found: Any, ensure_ascii: bool = True) -> None:
-    """Print `found` as JSON."""
     status_line.clear()
     click.echo(json.dumps(found, indent=2, default=str, ensure_ascii=ensure_ascii))
 
@@ -198,9 +181,9 @@ def quiet_libraries() -> None:
     import logging
     import warnings
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

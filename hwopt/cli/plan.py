@@ -20,6 +20,7 @@ from hwopt.cli.options import (
 )
 from hwopt.errors import DataError
 from hwopt.memory.trace.tracing_process import start_early
+from hwopt.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hwopt.memory.forecast.sharding import Comparison
     from hwopt.planning.inputs import Inputs
     from hwopt.planning.plan import Plan
+    from hwopt.tasks.preview import Preview
 
 
 @click.command(
@@ -67,7 +69,7 @@ def plan(
     start_early()
     from hwopt import api
     from hwopt.memory.forecast.communication import Ranks
-    from hwopt.report.planning import PlanProgress, PlanScreen
+    from hwopt.report.memory import PlanProgress, PlanScreen
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()
@@ -109,7 +111,6 @@ def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Compar
 def show_sample(sample: int, profile: str, job: Path | None, assignments: Sequence[str], inputs: Inputs, format_: str) -> None:
     """Show a training sample with the part that counts in the loss marked."""
     from hwopt import api
-    from hwopt.report.preview import show_preview
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()
@@ -118,3 +119,29 @@ def show_sample(sample: int, profile: str, job: Path | None, assignments: Sequen
         say_json(asdict(found), ensure_ascii=False)
     else:
         show_preview(Terminal(), found)
+
+
+def show_preview(console: Console, found: Preview) -> None:
+    """Print length, label and text of a sample. The part in the loss is green, or in [[…]] if the output has no colours."""
+    from rich.text import Text
+
+    from hwopt.report.terminal import say
+
+    others = "".join(f", {number:,} {which} samples" for which, number in found.held_out.items())
+    say(console, "sample", f"{found.sample:,} of {found.samples:,} training samples{others}")
+    counted = "" if found.tokens_in_loss is None else f", {found.tokens_in_loss:,} in the loss"
+    if found.tokens is not None:
+        say(console, "length", f"{found.tokens:,} tokens{counted}")
+    if found.label is not None:
+        say(console, "label", found.label)
+    coloured = console.is_terminal and not console.no_color
+    if found.tokens_in_loss is not None:
+        say(console, "marked", f"the part that counts in the loss, {'in green' if coloured else 'between [[ and ]]'}")
+    for note in found.notes:
+        say(console, "note", note, "yellow")
+    text = Text()
+    for span in found.spans:
+        shown = printable(span.text)
+        text.append(shown if coloured or not span.in_loss else f"[[{shown}]]", "bold green" if coloured and span.in_loss else "")
+    console.print()
+    console.print(text, soft_wrap=True)

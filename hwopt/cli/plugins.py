@@ -81,12 +81,8 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 def option(key: str, field: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
-    return {
-        "name": key,
-        "type": accepted_values(schema),
-        "default": default,
-        "about": " ".join((field.description or "").split()),
-    }
+    about = " ".join((field.description or "").split())
+    return {"name": key, "type": accepted_values(schema), "default": default, "about": about}
 
 
 def accepted_values(schema: Mapping[str, Any]) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say, warn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHOWN = 20
 """Rows of a kind that are listed."""
@@ -24,17 +29,8 @@ SAMPLING = ("temperature", "top_p", "seed")
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="Generated text: with --do-sample.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Generated text: with --do-sample.")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Generated text: with --do-sample.  [default: 0]")
-def predict(
-    run: Path,
-    source: str,
-    assignments: tuple[str, ...],
-    output: Path,
-    overwrite: bool,
-    batch_size: int | None,
-    do_sample: bool,
-    **generation: Any,
-) -> None:
-    options = {name: value for name, value in generation.items() if value is not None}
+def predict(do_sample: bool, **asked: Any) -> None:
+    options = {name: value for name in ("max_new_tokens", *SAMPLING) if (value := asked.pop(name)) is not None}
     if not do_sample and (early := [name for name in SAMPLING if name in options]):
         raise click.UsageError(f"--{early[0].replace('_', '-')} needs --do-sample.")
     if do_sample:
@@ -42,22 +38,11 @@ def predict(
     quiet_libraries()
     announce_loading()
     from hwopt import api
-    from hwopt.report.inference import counting
     from hwopt.report.terminal import Terminal
 
     quiet_transformers()
-    with counting(Terminal(stderr=True), "rows") as progress:
-        report = api.predict(
-            run,
-            source,
-            output,
-            assignments=assignments,
-            overwrite=overwrite,
-            batch_size=batch_size,
-            generation=options or None,
-            warn=warn,
-            progress=progress,
-        )
+    with counting(Terminal(stderr=True)) as progress:
+        report = api.predict(**asked, generation=options or None, warn=warn, progress=progress)
     for note in report.notes:
         say(f"note: {note}")
     for what, reasons in (("no prediction", report.without_prediction), ("not in the output", report.unreadable)):
@@ -67,3 +52,24 @@ def predict(
             say(f"{what}: … and {len(reasons) - SHOWN:,} more rows")
     left_out = f", {len(report.unreadable):,} rows left out" if report.unreadable else ""
     say(f"{report.output}: {report.rows:,} rows, {report.predicted:,} with {', '.join(report.columns)}{left_out}")
+
+
+@contextmanager
+def counting(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A function that shows (how many rows are done, of how many) as a progress bar, if the console is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console, transient=True)
+
+        def show(done: int, total: int) -> None:
+            if not bar.task_ids:  # the model is loaded, and the number of rows is known
+                stack.enter_context(bar)
+                bar.add_task("")
+            bar.update(bar.task_ids[0], completed=done, total=total)
+
+        yield show

@@ -35,12 +35,6 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
         if len(runs) > 1 or output is not None:
             raise InputError("--watch follows one run and writes no file: hwopt report --watch RUN")
         return watch(runs[0], interval)
-    write_html(runs, output)
-    return 0
-
-
-def write_html(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write the page of RUNS."""
     from hwopt.report.html import write_page
     from hwopt.report.page import REPORT, page_of
     from hwopt.runs.record import read_records
@@ -49,27 +43,25 @@ def write_html(runs: tuple[Path, ...], output: Path | None) -> None:
     path = output or (records[0].folder / REPORT if len(records) == 1 else Path(REPORT))
     write_page(page_of(records), path)
     say(f"{path}: {path.stat().st_size / 1024:,.0f} KiB, {len(records)} run{'s' if len(records) > 1 else ''}")
+    return 0
 
 
 def watch(run: Path, interval: float) -> int:
     """Show RUN until it ends, and return its exit code. A pipe gets one line per log point."""
+    from rich.live import Live
+
+    from hwopt.report.screen import panel, plain_line
     from hwopt.report.terminal import Terminal
-    from hwopt.runs.watching import follow, last_warnings
+    from hwopt.runs.record import follow, last_warnings
 
     console = Terminal()
     record = None
     try:
         if console.is_terminal:
-            from rich.live import Live
-
-            from hwopt.report.watch_screen import panel
-
             with Live(console=console, auto_refresh=False) as live:
                 for record in follow(run, interval, time.sleep):
                     live.update(panel(record, last_warnings(record.folder), console.width), refresh=True)
         else:
-            from hwopt.report.watch_screen import plain_line
-
             shown = 0
             for record in follow(run, interval, time.sleep):
                 for row in record.rows[shown:]:  # a resumed run has fewer rows for a while

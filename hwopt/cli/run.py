@@ -66,7 +66,7 @@ def run(
             say(ending.message, err=True)
         return ending.exit_code
     from hwopt import api
-    from hwopt.report.planning import RunScreen
+    from hwopt.report.memory import RunScreen
     from hwopt.report.run_files import with_run_files
     from hwopt.report.screen import Screen
     from hwopt.report.terminal import Terminal

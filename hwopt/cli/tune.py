@@ -10,6 +10,7 @@ import rich_click as click
 
 from hwopt.cli.options import begin, format_option, job_options, profile_option, quiet_transformers, say_json
 from hwopt.errors import InputError
+from hwopt.report.status_line import status_line
 
 
 @click.command(
@@ -38,25 +39,27 @@ def tune(
     inputs = begin([profile], **asked)
     from hwopt.planning.inputs import refuse_missing_data
     from hwopt.system.ranks import rank_and_world
-    from hwopt.trials.tuned_profile import Parent, output_file
 
     if rank_and_world(os.environ)[1] > 1:
         raise InputError("hwopt tune measures one process. Start it without a launcher")
     refuse_missing_data(inputs.job(asked["job"], asked["assignments"]))
-    if profile != "auto":  # before the slow part
-        output_file(output, Parent.of(profile, inputs.profile(profile), inputs.files), asked["job"], force)
     from hwopt.report.terminal import Terminal
-    from hwopt.report.tune import TuneProgress, TuneScreen
+    from hwopt.report.tune import show_result, show_trial
     from hwopt.system import signals
-    from hwopt.trials.tuning import TuneEffort, tuned
+    from hwopt.trials.tuning import TrialRow, TuneEffort, tuned
 
     quiet_transformers()
     signals.install_handlers()
-    screen = TuneScreen(Terminal())
-    progress = TuneProgress() if format_ == "json" else screen
-    result, code = tuned(profile, inputs, TuneEffort(trials, steps, time_limit), progress, output, force, **asked)
-    if format_ == "json":
+    console, as_json = Terminal(), format_ == "json"
+
+    def on_trial(row: TrialRow) -> None:
+        if not as_json:
+            show_trial(console, row)
+
+    effort = TuneEffort(trials, steps, time_limit)
+    result, code = tuned(profile, inputs, effort, status_line, on_trial, output, force, **asked)
+    if as_json:
         say_json(result.to_dict())
     else:
-        screen.show_result(result)
+        show_result(console, result)
     return code

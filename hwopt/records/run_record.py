@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hwopt.records.throughput import Window, windows_of
 
@@ -18,8 +18,7 @@ TIMING = ("runtime", "samples_per_second")
 """What an evaluation reports beside its metrics."""
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The best value of a metric, and the step of its evaluation."""
 
     value: float
@@ -52,7 +51,6 @@ class RunRecord:
 
     @cached_property
     def log_rows(self) -> list[MetricRow]:
-        """The log points of the training."""
         return [row for row in self.rows if "learning_rate" in row]
 
     @cached_property
@@ -111,12 +109,11 @@ class RunRecord:
     @property
     def use(self) -> Mapping[str, Any]:
         """How well the run used its device: the summary's "use"; {} for a run that is not complete."""
-        found = self.summary.get("use")
-        return found if isinstance(found, Mapping) else {}
+        found: Mapping[str, Any] = self.summary.get("use", {})
+        return found
 
     @property
     def gpu_use(self) -> float | None:
-        """The mean GPU use in percent."""
         found = self.use.get("gpu_percent")
         return mean(self.values("gpu_utilization")) if found is None else float(found)
 
@@ -136,13 +133,12 @@ class RunRecord:
 
     def best(self, metric: str) -> Best | None:
         """The best value of `metric` over the evaluations. The last one if the run does not say which direction is better."""
-        found = [(value, int(row["step"] or 0)) for row in self.evaluations if (value := row.get(f"eval_{metric}")) is not None]
-        if not found:
-            return None
+        rows = [row for row in self.evaluations if row.get(f"eval_{metric}") is not None]
+        found = [Best(value_of(row, f"eval_{metric}"), int(row["step"] or 0)) for row in rows]
         greater = self.last.get("metric_directions", {}).get(metric)
-        if greater is None:
-            return Best(*found[-1])
-        return Best(*(max if greater else min)(found, key=lambda pair: pair[0]))
+        if not found or greater is None:
+            return found[-1] if found else None
+        return (max if greater else min)(found, key=lambda best: best.value)
 
     def test_metrics(self) -> dict[str, float]:
         """The metrics of the test data, without "test_"."""
@@ -157,6 +153,12 @@ class RunRecord:
             }
             if details:
                 yield title, details
+
+
+def value_of(row: MetricRow, key: str) -> float:
+    """The value of `key`; NaN if it was not finite, which JSON cannot hold."""
+    value = row[key]
+    return math.nan if value is None else value
 
 
 def mean(values: Sequence[float]) -> float | None:

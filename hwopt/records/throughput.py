@@ -1,8 +1,5 @@
 """The throughput of a run from its log intervals ("windows"), and the ratio of two runs with its noise.
 
-The rate is the sum of the samples over the sum of the seconds of the windows. The first window of a process is left out, because
-its first step compiles and allocates.
-
 The noise is the 95 % interval of the ratio, from the spread of the windows: linearisation of a ratio of sums (Cochran, Sampling
 Techniques, 1977, section 6.4), widened by (1 + r) / (1 - r) for windows that correlate with their neighbour by r > 0 (Bartlett
 1946). If both runs have the same samples in each window, the windows are compared one by one: what long and short samples change
@@ -58,7 +55,7 @@ class Ratio:
 def windows_of(rows: Sequence[Mapping[str, float | None]], starts: Sequence[int]) -> list[Window]:
     """The windows of the log points `rows` of a run whose processes began after the steps `starts`.
 
-    Without the first one of each process, if others remain.
+    If others remain, without the first one of each process, whose first step compiles and allocates.
     """
     found: list[Window] = []
     first: list[Window] = []

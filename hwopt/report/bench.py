@@ -1,4 +1,4 @@
-"""The table of a bench: on the terminal, as an HTML page; and a line that says what is measured."""
+"""The table and the verdict of a bench, on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -9,35 +9,14 @@ from rich.console import Console
 
 from hwopt.report.html import render
 from hwopt.report.sheet import ABSENT, Sheet, gib, known, seconds_text
-from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say, show_sheet
 from hwopt.report.verdicts import Line
-from hwopt.trials.bench_rows import Bench, BenchRow
-from hwopt.trials.benchmark import BenchListener
+from hwopt.trials.benchmark import Bench, BenchRow
 
 COLOURS = {"good": "green", "bad": "red", "open": "yellow", "result": ""}
-FAILED = ("crashed", "timed out", "out of memory")
-"""Endings of a trial that ran."""
 COLUMNS = ("variant", "time/step", "time/epoch", "samples/s", "real tokens/s", "peak memory", "speed", "loss", "note")
 SPEED_FIRST = (0, 6, 1, 2, 3, 4, 5, 7, 8)
 """The columns of the page: a narrow window shows the name and the speed."""
-
-
-class BenchProgress(BenchListener):
-    """Says on standard error what is measured: the last line of a terminal, elsewhere one line per round."""
-
-    def on_plan(self, name: str) -> None:
-        status_line.show(f"planning {name}")
-
-    def on_round(self, number: int, rounds: int) -> None:
-        status_line.announce("comparing losses without dropout" if number == 0 else f"round {number} of {rounds}")
-
-    def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
-        what = f"round {number} of {rounds}: {name}" if number else f"losses without dropout: {name}"
-        if seconds_left is not None:
-            left = f"{seconds_left:.0f} s" if seconds_left < 120 else f"{seconds_left / 60:.0f} min"
-            what += f", at most {left} left"
-        status_line.show(what)
 
 
 def show_bench(console: Console, bench: Bench) -> None:
@@ -81,7 +60,8 @@ def bench_verdict(bench: Bench) -> Iterator[Line]:
         yield Line("memory", f"{gib(profile.peak_gib)} at the peak, the baseline {gib(baseline.peak_gib)}", "result")
     if apart := [row.name for row in bench.rows if row.loss_agrees is False]:
         yield Line("loss", f"{', '.join(apart)}: the losses differ by more than the plugins promise", "bad")
-    if failed := [f"{row.name} ({row.ending})" for row in bench.rows if row.ending in FAILED]:
+    endings = ("crashed", "timed out", "out of memory")
+    if failed := [f"{row.name} ({row.ending})" for row in bench.rows if row.ending in endings]:
         yield Line("trials", f"failed: {', '.join(failed)}", "bad")
 
 
@@ -105,7 +85,6 @@ def speed_line(bench: Bench, profile: BenchRow) -> Line:
 
 
 def legend(bench: Bench) -> dict[str, str]:
-    """How the table is to be read, by label."""
     found = {"speed": "samples/s relative to the reference: median of the rounds (lowest to highest)"}
     copy = bench.row("copy")
     if copy is not None and (floor := copy.speedup) is not None:

@@ -1,40 +1,36 @@
 """Line charts as inline SVG: one line a run, with axes, a legend, a description, and the values as a table.
 
-Own code instead of a plotting library: matplotlib writes fixed colours, which cannot follow the theme of the page, and other
-libraries need scripts. Colours here are CSS variables of the page. No script, font or picture is loaded. Long series are reduced
-to the lowest and the highest value of each of at most MAX_BUCKETS parts.
+Own code instead of a plotting library: matplotlib writes fixed colours, which cannot follow the theme of the page.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 MAX_BUCKETS = 200
+"""A long series is drawn with the lowest and the highest value of each of so many parts."""
 TABLE_ROWS = 12
 """Points of a series in the table beside its chart."""
 COLOURS = 6
 """Number of colours of the page, --line-0 and so on."""
-EVALUATION_DASH = "6 4"
-DASHES = ("", "14 3", "2 3", "10 3 2 3")
-"""The dash pattern of the lines of each further COLOURS runs, whose colours repeat."""
 LOG_FROM = 200.0
 """Ratio of the largest to the smallest value from which an axis may be logarithmic."""
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
 
-Point = tuple[float, float | None]
+Point = tuple[float, float]
 ChartScale = Literal["range", "zero", "logarithmic"]
 """What the vertical axis shows: the range of the values, also 0, or powers of ten if the positive values span LOG_FROM."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. A value of None breaks it."""
+    """One line. A value that is not finite breaks it."""
 
     name: str
     points: Sequence[Point]
@@ -45,18 +41,18 @@ class Series:
     """Whether each point has a mark, as the few evaluations have."""
 
     @cached_property
-    def finite(self) -> list[tuple[float, float]]:
-        return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+    def finite(self) -> list[Point]:
+        return [point for point in self.points if math.isfinite(point[1])]
 
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """The vertical axis: its range and its ticks."""
+    """An axis: its range and its ticks."""
 
     low: float
     high: float
-    logarithmic: bool
     ticks: Sequence[float]
+    logarithmic: bool = False
 
     def position(self, value: float) -> float:
         """The place of `value` between the lower end (0) and the upper one (1)."""
@@ -73,7 +69,7 @@ class ChartLine:
     colour: int
     dash: str
     path: str
-    marks: Sequence[tuple[float, float]]
+    marks: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Chart:
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
     lines: Sequence[ChartLine]
-    table: Sequence[Sequence[str]] = field(default=())
+    table: Sequence[Sequence[str]]
     """Rows of (name, step, value)."""
 
 
@@ -102,15 +98,14 @@ def line_chart(
     y_axis = value_axis([y for each in drawn for _, y in each.finite], scale)
     if y_axis.logarithmic:
         unit = f"{unit}, logarithmic" if unit else "logarithmic"
-    lines = [drawn_line(each, x_axis, y_axis) for each in drawn]
     return Chart(
         id,
         title,
         unit,
-        " ".join(sentence(each) for each in drawn),
+        " ".join(map(sentence, drawn)),
         [(x_position(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks],
         [(y_position(y_axis, tick), text) for tick, text in zip(y_axis.ticks, different_texts(y_axis.ticks), strict=True)],
-        lines,
+        [drawn_line(each, x_axis, y_axis) for each in drawn],
         [row for each in drawn for row in table_rows(each)],
     )
 
@@ -124,32 +119,25 @@ def y_position(axis: ChartAxis, value: float) -> float:
 
 
 def value_axis(values: Sequence[float], scale: ChartScale) -> ChartAxis:
-    """The axis that shows `values`."""
+    """The axis that shows `values`. The ends of a linear one are ticks."""
     low, high = min(values), max(values)
     if scale == "logarithmic" and low > 0 and high / low >= LOG_FROM:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, math.ceil((last - first) / 5))
-        ticks = [10.0**exponent for exponent in range(first, last + 1, every)]
-        return ChartAxis(10.0**first, 10.0**last, True, ticks)
+        return ChartAxis(10.0**first, 10.0**last, [10.0**exponent for exponent in range(first, last + 1, every)], True)
     if scale == "zero":
         low, high = min(low, 0.0), max(high, 0.0)
-    return linear_axis(low, high)
+    if high - low <= max(abs(low), abs(high)) * 1e-9:
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (-1.0, 1.0)
+    step = nice_step((high - low) / 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return ChartAxis(first * step, last * step, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
 
 
 def step_axis(last: int) -> ChartAxis:
     """The axis of the steps from 0 to `last`; its ticks are whole numbers."""
     last = max(last, 1)
-    step = max(int(nice_step(last / 5)), 1)
-    return ChartAxis(0, last, False, list(range(0, last + 1, step)))
-
-
-def linear_axis(low: float, high: float, ticks: int = 5) -> ChartAxis:
-    """An axis whose ends are ticks, which are multiples of 1, 2 or 5 times a power of ten."""
-    if high - low <= max(abs(low), abs(high)) * 1e-9:
-        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (-1.0, 1.0)
-    step = nice_step((high - low) / ticks)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return ChartAxis(first * step, last * step, False, [float(f"{number * step:.12g}") for number in range(first, last + 1)])
+    return ChartAxis(0, last, list(range(0, last + 1, max(int(nice_step(last / 5)), 1))))
 
 
 def nice_step(rough: float) -> float:
@@ -159,35 +147,32 @@ def nice_step(rough: float) -> float:
 
 
 def drawn_line(series: Series, x_axis: ChartAxis, y_axis: ChartAxis) -> ChartLine:
-    points = reduced(series.points)
-    path, pen_up = [], True
-    for x, y in points:
-        if y is None or not math.isfinite(y):
+    path, marks, pen_up = "", [], True
+    for x, y in reduced(series.points):
+        if not math.isfinite(y):
             pen_up = True
             continue
-        place = f"{x_position(x_axis, x):g} {y_position(y_axis, y):g}"
-        path.append(f"M{place}h0" if pen_up else f"L{place}")  # h0: a dot, should no other point follow
+        place = x_position(x_axis, x), y_position(y_axis, y)
+        text = f"{place[0]:g} {place[1]:g}"
+        path += f"M{text}h0" if pen_up else f"L{text}"  # h0: a dot, should no other point follow
+        marks.append(place)
         pen_up = False
-    marked = series.marked or len(series.finite) == 1
-    finite = [(x, y) for x, y in points if marked and y is not None and math.isfinite(y)]
-    marks = [(x_position(x_axis, x), y_position(y_axis, y)) for x, y in finite]
-    dash = EVALUATION_DASH if series.dashed else DASHES[series.run // COLOURS % len(DASHES)]
-    return ChartLine(series.name, series.run % COLOURS, dash, "".join(path) if len(series.finite) > 1 else "", marks)
+    single = len(series.finite) == 1
+    dash = "6 4" if series.dashed else ""
+    return ChartLine(series.name, series.run % COLOURS, dash, "" if single else path, marks if series.marked or single else [])
 
 
 def reduced(points: Sequence[Point]) -> list[Point]:
-    """`points`, or the lowest and the highest of each of MAX_BUCKETS parts, in their order; a value that is not finite stays."""
-    if len(points) <= 2 * MAX_BUCKETS:
+    """`points`, or the lowest, the highest and a not finite one of each of MAX_BUCKETS parts, in their order."""
+    size = math.ceil(len(points) / MAX_BUCKETS)
+    if size <= 2:
         return list(points)
     found: list[Point] = []
-    for number in range(MAX_BUCKETS):
-        part = points[number * len(points) // MAX_BUCKETS : (number + 1) * len(points) // MAX_BUCKETS]
-        finite = [index for index, (_, y) in enumerate(part) if y is not None and math.isfinite(y)]
-        broken = [index for index, (_, y) in enumerate(part) if y is None or not math.isfinite(y)][:1]
-        extremes = (
-            {min(finite, key=lambda i: part[i][1] or 0.0), max(finite, key=lambda i: part[i][1] or 0.0)} if finite else set()
-        )
-        found += [part[index] for index in sorted(extremes | set(broken))]
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = sorted((point for point in part if math.isfinite(point[1])), key=lambda point: point[1])
+        broken = [point for point in part if not math.isfinite(point[1])]
+        found += sorted({*finite[:1], *finite[-1:], *broken[:1]})
     return found
 
 
@@ -206,20 +191,17 @@ def sentence(series: Series) -> str:
 
 def table_rows(series: Series) -> Iterator[tuple[str, str, str]]:
     """(name, step, value) of at most TABLE_ROWS points at equal distances, with the first and the last one."""
-    count = len(series.points)
-    shown = sorted({round(index * (count - 1) / max(TABLE_ROWS - 1, 1)) for index in range(TABLE_ROWS)}) if count > 1 else [0]
-    for index in shown:
+    last = len(series.points) - 1
+    for index in sorted({round(number * last / (TABLE_ROWS - 1)) for number in range(TABLE_ROWS)}):
         x, y = series.points[index]
-        yield series.name, number_text(x), "not finite" if y is None or not math.isfinite(y) else number_text(y)
+        yield series.name, number_text(x), number_text(y) if math.isfinite(y) else "not finite"
 
 
 def number_text(value: float) -> str:
     """`value` with at most four significant digits, and separators of thousands."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
-    if abs(value) >= 1000 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def different_texts(values: Sequence[float]) -> list[str]:

@@ -1,17 +1,17 @@
-"""Results as sheets: the metrics of each class or target, and the confusion matrix."""
+"""Results of a model: its metrics, those of each class or target, and the confusion matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 from hwopt.report.sheet import Sheet, known
+from hwopt.report.terminal import say, short_path, show_sheet, table
 from hwopt.text import cut
 
 CORNER = "true \\ predicted"
-"""The heading of the first column of a confusion matrix."""
-GAP = 2
-"""Spaces between two columns."""
 
 
 class Limits(NamedTuple):
@@ -24,12 +24,12 @@ class Limits(NamedTuple):
     label: int = 24
     """Characters of a label in a row."""
     heading: int = 10
-    """Characters of a label above a column of the matrix; more if `width` has room for them."""
-    width: int = 80
-    """Characters of the whole confusion matrix."""
+    """Characters of a label above a column of the matrix; more if WIDTH has room for them."""
 
 
 SCREEN = Limits()
+WIDTH, GAP = 80, 2
+"""Characters of a whole confusion matrix, and between its columns."""
 
 
 def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN) -> Iterator[Sheet]:
@@ -43,7 +43,6 @@ def class_sheets(details: Mapping[str, Any], title: str, limits: Limits = SCREEN
 
 
 def target_sheet(targets: Sequence[Mapping[str, Any]], limits: Limits = SCREEN) -> Sheet:
-    """The metrics of each target of a regression."""
     names = [name for name in targets[0] if name != "target"]
     rows = [(cut(each["target"], limits.label), *(known(each[name], "{:.4g}".format) for name in names)) for each in targets]
     return Sheet(("target", *names), rows, "targets")
@@ -68,7 +67,7 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     if len(labels) <= limits.columns:
         cells = [(label, *(f"{count:,}" for count in row)) for label, row in zip(short, rows, strict=True)]
         first = max(map(len, (CORNER, *short)))
-        heading = max(limits.heading, (limits.width - first) // len(labels) - GAP)
+        heading = max(limits.heading, (WIDTH - first) // len(labels) - GAP)
         return Sheet((CORNER, *(cut(label, heading) for label in labels)), cells, "confusion matrix")
     errors = sorted(
         (-count, true, predicted)
@@ -79,3 +78,19 @@ def confusion_sheet(labels: Sequence[str], rows: Sequence[Sequence[int]], limits
     found = [(short[true], short[predicted], f"{-count:,}") for count, true, predicted in errors[: limits.classes]]
     note = f"the {limits.classes} most frequent of {len(errors):,} confusions" if len(errors) > limits.classes else ""
     return Sheet(("true label", "predicted label", "samples"), found, "most frequent confusions", note)
+
+
+def show_classes(console: Console, details: Mapping[str, Any], title: str) -> None:
+    """Print the metrics of each class and the confusion matrix, if `details` has them."""
+    for sheet in class_sheets(details, title):
+        console.print()
+        show_sheet(console, sheet)
+
+
+def show_evaluation(console: Console, report: Any) -> None:
+    """Print the metrics of a trained model on a file, and those of each class."""
+    for note in report.notes:
+        say(console, "note", note, "yellow")
+    say(console, "evaluated", f"{short_path(report.run)} on {report.source}: {report.samples:,} samples")
+    console.print(table(("metric", ""), ((name, f"{value:.4f}") for name, value in report.metrics.items())))
+    show_classes(console, report.details, "label")

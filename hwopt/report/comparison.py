@@ -10,15 +10,13 @@ from rich.console import Console
 
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.sheet import ABSENT, Sheet, gib, known, time_range, value_text
+from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
 JOB_TABLES = ("model", "data", "task")
 """Tables of a job in which runs of the same job agree."""
 HARDWARE = ("name", "memory_gib", "memory_limit_gib", "count", "cpu_cores")
-MAX_VALUE = 48
-"""Characters of a value in the terminal's table of differences."""
 Differences = Mapping[str, Sequence[Any]]
 """Key -> its value in each plan; None: the plan has no such key."""
 
@@ -61,7 +59,7 @@ def figures(record: RunRecord) -> dict[str, Any]:
         "mfu": record.use.get("mfu"),
         "joules_per_sample": record.use.get("joules_per_sample"),
         "data_wait": record.data_wait,
-        "best": {name: {"value": found.value, "step": found.step} for name, found in best.items() if found},
+        "best": {name: found._asdict() for name, found in best.items() if found},
         "test": record.test_metrics(),
     }
 
@@ -84,29 +82,28 @@ def metric_text(found: Any) -> str:
 def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Sheet:
     """The figures of plans, all predicted."""
 
-    def peak(memory: Mapping[str, Any]) -> str:
+    def peak(plan: Mapping[str, Any]) -> str:
+        memory = plan["memory"]
         return f"{gib(max(memory['peak_gib'], memory['eval_peak_gib'] or 0.0))} of {memory['free_gib']:.2f} GiB"
 
+    def speed(plan: Mapping[str, Any]) -> str:
+        slow, fast = (plan["batch"]["step"] / seconds for seconds in reversed(plan["memory"]["time"]["step"]))
+        form = ",.0f" if slow >= 100 else ".3g"
+        return f"{slow:{form}} to {fast:{form}}"
+
     def time(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: time_range(tuple(ends)))
+        return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: seconds_text(*ends))
 
     rows: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         "card": lambda plan: str(plan["hardware"]["name"]),
-        "fits": lambda plan: {True: "yes", False: "no", None: "unknown"}[plan["memory"]["fits"]],
-        "peak memory": lambda plan: peak(plan["memory"]),
+        "fits": lambda plan: YES_OR_NO[plan["memory"]["fits"]],
+        "peak memory": peak,
         "time per epoch": time("epoch"),
         "training time": time("total"),
         "time per step": time("step"),
-        "samples/s": lambda plan: known(plan["memory"]["time"], lambda time: speed_range(plan["batch"]["step"], time["step"])),
+        "samples/s": lambda plan: speed(plan) if plan["memory"]["time"] else ABSENT,
     }
     return Sheet(("", *names), [(label, *map(shown, plans)) for label, shown in rows.items()])
-
-
-def speed_range(rows: int, step: Sequence[float]) -> str:
-    """The samples per second of steps of `rows` rows that take `step` (both ends) seconds."""
-    low, high = rows / step[1], rows / step[0]
-    form = ",.0f" if low >= 100 else ".3g"
-    return f"{low:{form}} to {high:{form}}"
 
 
 def speed_ratios(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[tuple[str, Ratio]]:
@@ -149,8 +146,8 @@ def plan_values(plan: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         on = entry["decision"] != "skip"
         yield f"plugins.{entry['name']}", "on" if on else "skipped"
         yield from ((f"plugins.{entry['name']}.{key}", value) for key, value in entry["options"].items() if on)
-    tables = {name: plan[name] for name in ("batch", "training")} | {name: plan["job"].get(name, {}) for name in JOB_TABLES}
-    for name, table in (tables | {"software": plan["software"]}).items():
+    for name in ("batch", "training", *JOB_TABLES, "software"):
+        table = (plan["job"] if name in JOB_TABLES else plan).get(name, {})
         yield from ((f"{name}.{key}", value) for key, value in table.items())
 
 
@@ -201,7 +198,7 @@ def show_plans(console: Console, plans: Sequence[Mapping[str, Any]]) -> None:
 def show_differences(console: Console, names: Sequence[str], found: Differences) -> None:
     console.print()
     if found:
-        show_sheet(console, difference_sheet(found, names, MAX_VALUE, "differs"))
+        show_sheet(console, difference_sheet(found, names, 48, "differs"))
     else:
         say(console, "plan", "no difference")
 
@@ -209,13 +206,11 @@ def show_differences(console: Console, names: Sequence[str], found: Differences)
 def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:
     """What `hwopt compare RUN RUN --format json` prints."""
     folders = [str(record.folder) for record in records]
+    ratios = {folder: asdict(ratio) | {"clear": ratio.clear} for folder, ratio in speed_ratios(records, folders)}
     return {
-        "runs": [{"folder": folder} | figures(record) for folder, record in zip(folders, records, strict=True)],
+        "runs": [{"folder": str(record.folder)} | figures(record) for record in records],
         "against": folders[0],
-        "ratios": [
-            {"run": folder, "samples_per_second_ratio": asdict(ratio) | {"clear": ratio.clear}}
-            for folder, ratio in speed_ratios(records, folders)
-        ],
+        "ratios": [{"run": folder, "samples_per_second_ratio": ratio} for folder, ratio in ratios.items()],
         "different_job": job_differences(records),
         "differences": listed(differences([record.plan for record in records])),
     }
@@ -223,11 +218,11 @@ def runs_to_dict(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 def plans_to_dict(plans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What `hwopt compare PROFILE PROFILE --format json` prints."""
-    ratios = [{"profile": plan["profile"], "samples_per_second_ratio": predicted_ratio(plan, plans[0])} for plan in plans[1:]]
+    first, kept = plans[0], ("profile", "hardware", "batch", "memory")
     return {
-        "profiles": [{key: plan[key] for key in ("profile", "hardware", "batch", "memory")} for plan in plans],
-        "against": plans[0]["profile"],
-        "ratios": ratios,
+        "profiles": [{key: plan[key] for key in kept} for plan in plans],
+        "against": first["profile"],
+        "ratios": [{"profile": each["profile"], "samples_per_second_ratio": predicted_ratio(each, first)} for each in plans[1:]],
         "differences": listed(differences(plans)),
     }
 

@@ -12,10 +12,8 @@ from markupsafe import Markup
 from hwopt.errors import StorageError
 from hwopt.text import cut, printable
 
-MAX_VALUE = 160
-"""Characters of a cell."""
-MAX_NAME = 60
-"""Characters of the first cell of a row."""
+MAX_VALUE, MAX_NAME = 160, 60
+"""Characters of a cell, and of the first cell of a row."""
 
 
 def render(template: str, title: str, **values: Any) -> str:

@@ -1,24 +1,20 @@
-"""Print the memory of a plan: its parts, whether it fits, the largest sizes that fit, what to change, and the time."""
+"""Print the memory of a plan: its parts, whether it fits, the largest sizes that fit, what to change, and the time; as found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.sheet import Sheet, gib, time_range
-from hwopt.report.terminal import VERDICTS, say, show_problem, show_sheet, table
-
-if TYPE_CHECKING:
-    from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
-    from hwopt.planning.plan import Plan
-
+from hwopt.memory.advice import PlanListener
+from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
+from hwopt.planning.plan import Plan
+from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, seconds_text
+from hwopt.report.status_line import status_line
+from hwopt.report.terminal import VERDICTS, say, show_plan, show_problem, show_sheet, table
 
 PARTS = {"masters": "fp32 copies of weights", "temporary": "work memory"}
 """Names of parts of the memory that are not those of the plan."""
-BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
-"""Tier of the memory planner -> what its figures come from."""
 
 
 def show_memory(console: Console, plan: Plan) -> None:
@@ -40,7 +36,12 @@ def show_memory(console: Console, plan: Plan) -> None:
     say(console, "peak", f"{least}{gib(memory.peak_gib)} with micro-batches of {sizes}{evaluation}{reserved}")
     say(console, "forecast", basis(memory) + (f"; {memory.note}" if memory.note else ""))
     word, style = VERDICTS[memory.fits]
-    say(console, word, describe_verdict(memory), style)
+    free = f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved"
+    if memory.fits is None:
+        text = f"{memory.note}. A step needs at least {gib(memory.peak_gib)}, without activations; {free}"
+    else:
+        text = f"{free}, {margin(memory)}"
+    say(console, word, text, style)
     if memory.host_gib:
         say(console, "host memory", describe_host(memory))
     if memory.time is not None:
@@ -58,23 +59,14 @@ def show_largest(console: Console, memory: MemoryPlan) -> None:
         say(console, "largest that fits", describe_largest(memory))
 
 
-def describe_verdict(memory: MemoryPlan) -> str:
-    """What is free, reserved and left, after the reason if the verdict is unknown."""
-    free = f"{memory.free_gib:.2f} GiB free, {memory.reserve_gib:.2f} GiB of it reserved"
-    if memory.fits is None:
-        return f"{memory.note}. A step needs at least {gib(memory.peak_gib)}, without activations; {free}"
-    return f"{free}, {margin(memory)}"
-
-
 def show_change(console: Console, change: Change) -> None:
-    """Print one change that saves memory."""
     label, style = ("fits with", "bold green") if change.fits else ("saves memory", "bold")
-    effect = f"saves {gib(change.saves_gib)}, step time {time_change(change)}; {change.cost}"
+    time = "same" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
+    effect = f"saves {gib(change.saves_gib)}, step time {time}; {change.cost}"
     say(console, label, f"{', '.join(change.lines)}: {effect}", style)
 
 
 def show_gain(console: Console, gain: Gain) -> None:
-    """Print one change that uses free memory to be faster."""
     say(console, "faster with" if not gain.alters else "faster, but changes the training", describe_gain(gain), "bold")
 
 
@@ -83,7 +75,7 @@ def describe_gain(gain: Gain) -> str:
     fast, slow = sorted(1 - end for end in gain.relative)
     faster = f"{fast:.0%}" if f"{fast:.0%}" == f"{slow:.0%}" else f"{fast:.0%} to {slow:.0%}"
     memory = f"takes {gib(gain.takes_gib)} instead of {gib(gain.now_gib)}"
-    return f"{', '.join(gain.lines)}: {memory}, {faster} less time per row ({time_range(gain.step)} per step); {gain.gain}"
+    return f"{', '.join(gain.lines)}: {memory}, {faster} less time per row ({seconds_text(*gain.step)} per step); {gain.gain}"
 
 
 def show_forecast(console: Console, plan: Plan) -> None:
@@ -107,12 +99,12 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
         memory = plan.memory
         assert memory is not None, "planned with memory"
         skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
-        fits = f"{yes_or_no(memory.fits)}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
+        fits = f"{YES_OR_NO[memory.fits]}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
         if memory.fits is None:
             fits = f"unknown: {memory.note}"
         sizes = f"{micro_batch(plan, memory)}, {plan.batch.step} rows per step"
         largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
-        total = "?" if memory.time is None else time_range(memory.time.total or memory.time.step)
+        total = "?" if memory.time is None else seconds_text(*(memory.time.total or memory.time.step))
         rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
     columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
     show_sheet(console, Sheet(columns, rows, folded=7))
@@ -122,10 +114,6 @@ def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
 def micro_batch(plan: Plan, memory: MemoryPlan) -> str:
     """The size of a micro-batch: "64 x 192", "64 images"."""
     return f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
-
-
-def yes_or_no(fits: bool | None) -> str:
-    return {True: "yes", False: "no", None: "unknown"}[fits]
 
 
 def margin(memory: MemoryPlan) -> str:
@@ -155,14 +143,47 @@ def describe_largest(memory: MemoryPlan) -> str:
     return ", ".join(parts)
 
 
-def time_change(change: Change) -> str:
-    """The step time with `change`, relative to now."""
-    return "same" if change.slower == 1 else f"about {change.slower - 1:+.0%}"
-
-
 def describe_time(time: Prediction) -> str:
     """The predicted time of a step, an epoch and the training."""
-    parts = [f"{time_range(time.step)} per step"]
-    if time.epoch is not None and time.total is not None:
-        parts += [f"{time_range(time.epoch)} per epoch", f"{time_range(time.total)} in total"]
-    return f"{', '.join(parts)} ({time.basis})"
+    parts = {"per step": time.step, "per epoch": time.epoch, "in total": time.total}
+    shown = [f"{seconds_text(*ends)} {what}" for what, ends in parts.items() if ends is not None]
+    return f"{', '.join(shown)} ({time.basis})"
+
+
+class PlanProgress(PlanListener):
+    """A line on standard error that says what the planner does, if that is a terminal."""
+
+    def on_trial(self, what: str) -> None:
+        status_line.show(f"planning: {what}")
+
+
+class PlanScreen(PlanProgress):
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def on_memory(self, plan: Plan) -> None:
+        show_plan(self.console, plan)
+        show_memory(self.console, plan)
+
+    def on_largest_sizes(self, memory: MemoryPlan) -> None:
+        show_largest(self.console, memory)
+
+    def on_gain(self, gain: Gain) -> None:
+        show_gain(self.console, gain)
+
+    def on_change(self, change: Change) -> None:
+        show_change(self.console, change)
+
+
+class RunScreen(PlanProgress):
+    """Prints the plan of a run before it starts, and after it what its free memory could have bought."""
+
+    def __init__(self, console: Console, verbose: bool = False) -> None:
+        self.console, self.verbose = console, verbose
+
+    def on_plan(self, plan: Plan) -> None:
+        show_plan(self.console, plan, self.verbose)
+        show_forecast(self.console, plan)
+
+    def on_gain(self, gain: Gain) -> None:
+        show_gain(self.console, gain)

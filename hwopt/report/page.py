@@ -1,11 +1,12 @@
-"""The HTML report of one or more runs, with charts as inline SVG. What a section shows is chosen here; page.html lays it out."""
+"""The HTML report of one or more runs. What a section shows is chosen here; page.html lays it out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
-from hwopt.records.run_record import RunRecord
+from hwopt.records.run_record import RunRecord, value_of
 from hwopt.report import charts
 from hwopt.report.charts import Chart, ChartScale, Series, line_chart
 from hwopt.report.classes import Limits, class_sheets
@@ -19,10 +20,8 @@ from hwopt.report.comparison import (
     unique_names,
 )
 from hwopt.report.html import MAX_VALUE, render
-from hwopt.report.measurements import TimePart, device_rows, step_parts, step_rows
-from hwopt.report.memory import BASES
-from hwopt.report.sheet import Sheet, gib, known, value_text
-from hwopt.report.verdicts import Line, verdict
+from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
+from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
 from hwopt.text import printable
 
 REPORT = "report.html"
@@ -42,23 +41,6 @@ CHARTS: Sequence[tuple[str, str, ChartScale, Sequence[tuple[str, str]]]] = (
     ("Peak memory", "GiB", "zero", (("peak_memory_gib", ""),)),
 )
 """(title, unit, scale, its lines: key of the rows, what it is)."""
-
-
-@dataclass(frozen=True)
-class RunSection:
-    """Everything that the page shows of one run alone. `id` is unique in the page."""
-
-    id: str
-    name: str
-    verdict: Sequence[Line]
-    facts: Sequence[tuple[str, str]]
-    tables: Sequence[tuple[str, Sequence[Sheet]]]
-    """(heading, tables)."""
-    commands: Sequence[tuple[str, str]]
-    """(when and where, the command) of each process."""
-    step_parts: Sequence[TimePart]
-    """What the time of training is spent on, for a bar; empty if no step was timed."""
-    notes: Sequence[str]
 
 
 def page_of(records: Sequence[RunRecord]) -> str:
@@ -92,7 +74,7 @@ def charts_of(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Ch
             for position, (key, what) in enumerate(lines):
                 evaluated = key.startswith("eval_")
                 rows = record.evaluations if evaluated else record.log_rows
-                points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
+                points = [(float(row["step"] or 0), value_of(row, key)) for row in rows if key in row]
                 label = ", ".join(filter(None, (name if len(records) > 1 else "", what))) or title.lower()
                 series.append(Series(label, points, colour, dashed=position > 0, marked=evaluated))
         if all(key.startswith("eval_") for key, _ in lines) and max(len(each.points) for each in series) < 2:
@@ -101,7 +83,8 @@ def charts_of(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Ch
             yield chart
 
 
-def run_section(number: int, name: str, record: RunRecord) -> RunSection:
+def run_section(number: int, name: str, record: RunRecord) -> dict[str, Any]:
+    """Everything that the page shows of one run alone."""
     tables: dict[str, list[Sheet]] = {
         "Plan": [plan_table(record)],
         "Memory": memory_tables(record),
@@ -115,20 +98,20 @@ def run_section(number: int, name: str, record: RunRecord) -> RunSection:
         "Settings": [settings_table(record)],
         "Versions": [versions_table(record)],
     }
-    return RunSection(
-        f"run-{number}",
-        name,
-        list(verdict(record)),
-        list(fact_lines(record)),
-        [(heading, found) for heading, found in tables.items() if any(table.rows for table in found)],
-        [(f"{each['started']}, from step {each['step']:,}, in {each['folder']}", each["command"]) for each in record.processes],
-        step_parts(record.use),
-        record.plan.get("notes", []),
-    )
+    where = "{started}, from step {step:,}, in {folder}"
+    return {
+        "id": f"run-{number}",
+        "name": name,
+        "verdict": list(verdict(record)),
+        "facts": list(fact_lines(record)),
+        "tables": [(heading, found) for heading, found in tables.items() if any(table.rows for table in found)],
+        "commands": [(where.format(**each), each["command"]) for each in record.processes],
+        "step_parts": step_parts(record.use),
+        "notes": record.plan.get("notes", []),
+    }
 
 
 def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """What was trained, on what."""
     plan = record.plan
     hardware, model, batch, data = plan["hardware"], plan["model"], plan["batch"], plan["job"].get("data", {})
     yield "profile", plan["profile"]
@@ -143,16 +126,11 @@ def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 def plan_table(record: RunRecord) -> Sheet:
     """Each plugin: its decision and why, and what the running process showed."""
     evidence = {entry["name"]: f"{entry['status']}: {entry['seen']}" for entry in record.evidence}
-    rows = [
-        (
-            entry["name"],
-            entry["decision"],
-            entry["reason"],
-            evidence.get(entry["name"], "-"),
-            ", ".join(f"{key} {value_text(value)}" for key, value in entry["options"].items() if value is not None),
-        )
-        for entry in record.plan["plugins"]
-    ]
+    rows = []
+    for entry in record.plan["plugins"]:
+        options = [f"{key} {value_text(value)}" for key, value in entry["options"].items() if value is not None]
+        seen = evidence.get(entry["name"], ABSENT)
+        rows.append((entry["name"], entry["decision"], entry["reason"], seen, ", ".join(options)))
     columns = ("plugin", "decision", "why", "evidence in the running process", "options")
     return Sheet(columns, rows, "Plugins in the order of application")
 
@@ -172,11 +150,7 @@ def memory_tables(record: RunRecord) -> list[Sheet]:
         found.append(("gradients, activations and temporary", others, rest))
     predicted = max(plan["peak_gib"], plan.get("eval_peak_gib") or 0.0) if plan else None
     found.append(("peak" if cuda else "peak of the process (resident)", predicted, peak))
-    note = (
-        f"Predicted: {BASES.get(plan['tier'], plan['tier'])}, {plan['error']}."
-        if plan
-        else "Memory was not predicted for this run."
-    )
+    note = f"Predicted: {BASES[plan['tier']]}, {plan['error']}." if plan else "Memory was not predicted for this run."
     note += " Measured: weights and states after step 1, the peak over the run." if cuda else " Measured after step 1."
     rows = [(kind, known(before, gib), known(after, gib)) for kind, before, after in found]
     return [Sheet(("kind", "predicted", "measured"), rows, "Memory by kind", note)]
@@ -196,6 +170,5 @@ def settings_table(record: RunRecord) -> Sheet:
 
 
 def versions_table(record: RunRecord) -> Sheet:
-    names = {"hwopt": "hwopt", "python": "python", "system": "operating_system"}
-    own = [(name, record.last[key]) for name, key in names.items() if record.last]
+    own = [(key.replace("_", " "), record.last[key]) for key in ("hwopt", "python", "operating_system") if record.last]
     return Sheet(("package", "version"), [*own, *record.plan["software"].items()], "Versions of the newest process")

@@ -1,6 +1,6 @@
-"""Screen: prints what happens in a run: one live line, evidence after step 1, evaluations, a summary.
+"""Screen: prints what happens in a run: evidence after step 1, log points, evaluations, a summary.
 
-On a terminal a line with a progress bar is updated in place. In a log file or a notebook every log point prints a line.
+On a terminal the log points are one line with a progress bar. In a log file or a notebook each prints a line.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from hwopt.report.inference import show_classes
+from hwopt.records.run_record import MetricRow, RunRecord, value_of
+from hwopt.report.classes import show_classes
+from hwopt.report.sheet import seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say, say_parts, table
-from hwopt.text import cut
+from hwopt.text import cut, printable
 from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ SHORT = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 """The same of the live line, which has the samples only where there are no tokens."""
+SUMMARY_FORMS = {"data_wait": "{:.1%}", "peak_memory_gib": "{:.2f} GiB", "gpu_utilization": "{:.0f} %"}
+"""Key of the summary -> how it is shown."""
 
 
 class Screen(Listener):
@@ -67,12 +73,14 @@ class Screen(Listener):
         held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
         say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
         if self.console.is_terminal:
-            self.progress = live_line(self.console)
+            # one line as wide as the terminal; the bar takes what the numbers leave
+            columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
+            self.progress = Progress(*columns, console=self.console, refresh_per_second=4, transient=True, expand=True)
             self.progress.add_task("", total=run.total_steps, completed=run.step, step=progress_of(run), rest=STARTING)
             self.progress.start()
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
-        shown = found if self.verbose else [(entry, seen) for entry, seen in found if seen.status != "active"]
+        shown = [(entry, seen) for entry, seen in found if self.verbose or seen.status != "active"]
         counts = Counter(seen.status for _, seen in found)
         text = f"after step {run.step:,}, {counts['active']} of {len(found)} plugins are active in the running process"
         if counts["unknown"] and not counts["inactive"]:
@@ -83,33 +91,26 @@ class Screen(Listener):
             self.console.print(table(("plugin", "evidence", "seen"), rows))
 
     def on_log(self, run: Run, row: Row) -> None:
-        if "test_loss" in row:
-            self.show_evaluation(row, "test")
-        elif "eval_loss" in row:
-            self.show_evaluation(row, "eval")
+        for kind in ("test", "eval"):
+            if f"{kind}_loss" in row:
+                label = f"{kind} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
+                return say_parts(self.console, label, metric_texts(row, kind))
+        self.speed.add(row)
+        left = self.speed.seconds_left(run.total_steps - int(row["step"]))
+        if self.progress is not None:
+            keys = [key for key in SHORT if key in row and not (key == "samples_per_second" and "tokens_per_second" in row)]
+            rest = "  ".join([f"ETA {left}", *(SHORT[key].format(row[key]) for key in keys)])
+            self.progress.update(self.progress.task_ids[0], rest=rest)
+            self.on_heartbeat(run)
         else:
-            self.speed.add(row)
-            left = self.speed.seconds_left(run.total_steps - int(row["step"]))
-            if self.progress is not None:
-                self.progress.update(self.progress.task_ids[0], rest=short_line(row, left))
-                self.show_step(run)
-            else:
-                self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
+            self.console.print(Text(log_line(row, run.total_steps, left)), soft_wrap=True)
 
     def on_heartbeat(self, run: Run) -> None:
-        self.show_step(run)
-
-    def show_step(self, run: Run) -> None:
         """Update step and bar of the live line. Called for every micro-batch; the line is drawn four times a second."""
         if self.progress is not None:
             (task,) = self.progress.tasks
             rest = "training" if run.step and task.fields["rest"] == STARTING else task.fields["rest"]
             self.progress.update(task.id, completed=run.step, step=progress_of(run), rest=rest)
-
-    def show_evaluation(self, row: Row, prefix: str) -> None:
-        """Print the metrics of an evaluation ("eval"), or of the test ("test")."""
-        label = f"{prefix} at step {int(row['step']):,} (epoch {row['epoch']:.2f})"
-        say_parts(self.console, label, metric_texts(row, prefix))
 
     def on_message(self, run: Run, message: str) -> None:
         say(self.console, "note", message)
@@ -132,7 +133,7 @@ class Screen(Listener):
             say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))} FILE -o predictions.csv")
 
     def show_warnings(self, run: Run) -> None:
-        """Print which data is not used: at the start, and again at the end."""
+        """Print which data is not used."""
         for warning in run.prepared.warnings:
             say(self.console, "data", warning, "bold yellow")
 
@@ -150,29 +151,14 @@ class Speed:
         self.seconds_per_step = 0.0
 
     def add(self, row: Row) -> None:
-        """Add a log point."""
-        seconds = 1 / max(row["steps_per_second"], 1e-9)
+        """Add a log point; the second one replaces the first."""
         self.rows += 1
-        if self.rows <= 2:  # the second one replaces the first
-            self.seconds_per_step = seconds
-        else:
-            self.seconds_per_step += SMOOTHING * (seconds - self.seconds_per_step)
+        weight = 1.0 if self.rows <= 2 else SMOOTHING
+        self.seconds_per_step += weight * (1 / max(row["steps_per_second"], 1e-9) - self.seconds_per_step)
 
     def seconds_left(self, steps: int) -> timedelta:
         """The remaining time of `steps` steps, in whole seconds."""
         return timedelta(seconds=round(steps * self.seconds_per_step))
-
-
-def live_line(console: Console) -> Progress:
-    """One line as wide as the terminal; the bar takes what the numbers leave."""
-    columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
-    return Progress(*columns, console=console, refresh_per_second=4, transient=True, expand=True)
-
-
-def short_line(row: Row, left: timedelta) -> str:
-    """The numbers of the live line. The others are in the log."""
-    shown = [key for key in SHORT if key in row and not (key == "samples_per_second" and "tokens_per_second" in row)]
-    return "  ".join([f"ETA {left}", *(SHORT[key].format(row[key]) for key in shown)])
 
 
 def log_line(row: Row, total_steps: int | None, left: timedelta | None = None) -> str:
@@ -192,8 +178,8 @@ def progress_of(run: Run) -> str:
 def metric_texts(row: Row, prefix: str) -> list[str]:
     """The metrics of an evaluation, or of the test, without its speed."""
     timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
-    shown = {key.removeprefix(f"{prefix}_"): value for key, value in row.items() if key.startswith(prefix) and key not in timing}
-    return [f"{key} {value:.4f}" for key, value in shown.items()]
+    shown = [key for key in row if key.startswith(prefix) and key not in timing]
+    return [f"{key.removeprefix(f'{prefix}_')} {row[key]:.4f}" for key in shown]
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -209,22 +195,46 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 def summary_text(key: str, value: float) -> str:
     """A number of a summary with its unit."""
     if key.endswith("_runtime"):
-        return duration(value)
+        return seconds_text(value)
     if key.endswith("_per_second"):
         number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         return f"{number} {key.removesuffix('_per_second').rpartition('_')[2]}/s"
     if key in SUMMARY_FORMS:
         return SUMMARY_FORMS[key].format(value)
-    return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, int) or key == "epoch" else f"{value:.4f}"
+    if key in ("step", "best_step", "epoch") or isinstance(value, int):
+        return f"{value:,.2f}".rstrip("0").rstrip(".")
+    return f"{value:.4f}"
 
 
-SUMMARY_FORMS = {"data_wait": "{:.1%}", "peak_memory_gib": "{:.2f} GiB", "gpu_utilization": "{:.0f} %"} | dict.fromkeys(
-    ("step", "best_step"), "{:,.0f}"
-)
+GRADES = {True: "bold green", False: "bold red", None: "bold"}
 
 
-def duration(seconds: float) -> str:
-    """`seconds` in milliseconds, seconds, or hours, minutes and seconds."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+def panel(record: RunRecord, warnings: list[str], width: int) -> Group:
+    """The state of the run: progress, the newest log point and evaluation, and the last warnings."""
+    parts: list[Any] = [Text.assemble((record.name, "bold"), f"  {record.plan['profile']}, {record.plan['hardware']['name']}")]
+    if total := record.total_steps:
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=min(record.step, total), width=min(width, 60)))
+        parts.append(bar)
+    style = GRADES[None if record.exit_code is None else record.complete]
+    parts.append(Text.assemble((record.state, style), f"  {printable(record.message)}" if record.exit_code else ""))
+    speed = Speed()
+    for row in record.log_rows[-20:]:
+        if row.get("steps_per_second"):
+            speed.add(dict(row))
+    left = speed.seconds_left((total or 0) - record.step)
+    newest = record.log_rows[-1:] + record.evaluations[-1:]
+    lines = [log_line(with_nan(row), total, left if record.exit_code is None else None) for row in newest]
+    parts += map(Text, lines or ["no log point yet: data and model are being prepared, or the first steps run"])
+    parts += [Text(printable(line), style="yellow") for line in warnings]
+    return Group(*parts)
+
+
+def plain_line(record: RunRecord, row: MetricRow) -> str:
+    """One row of metrics as a line for a file or a pipe."""
+    return log_line(with_nan(row), record.total_steps)
+
+
+def with_nan(row: MetricRow) -> dict[str, float]:
+    """`row` with NaN for values that were not finite."""
+    return {key: value_of(row, key) for key in row}

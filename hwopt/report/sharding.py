@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwopt.report.memory import yes_or_no
-from hwopt.report.sheet import Sheet, gib
+from hwopt.report.sheet import YES_OR_NO, Sheet, gib
 from hwopt.report.terminal import say, show_sheet
 
 if TYPE_CHECKING:
     from hwopt.memory.forecast.sharding import Comparison
-
-
-SOURCES = "Patarasuk and Yuan 2009, Rajbhandari et al. 2020, Zhao et al. 2023 (docs/memory.md)"
 
 
 def show_parallel(console: Console, comparison: Comparison, heading: str = "") -> None:
@@ -25,8 +21,7 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
     nodes = f"on {ranks.nodes} nodes" if ranks.nodes > 1 else "on one node"
     label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {nodes}"
     say(console, label, "ways to shard the model over them")
-    across = ("in node", "node to node") if ranks.nodes > 1 else ()
-    columns = ("", "states", "peak", "fits", "rank sends", *across)
+    columns = ("", "states", "peak", "fits", "rank sends", *(("in node", "node to node") if ranks.nodes > 1 else ()))
     show_sheet(console, Sheet(columns, list(rows(comparison)), folded=0))
     states = "states: weights, gradients, optimizer state and masters, in closed form"
     peak = "states, buffers and the largest layer: a lower bound, without activations"
@@ -34,11 +29,10 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
         peak = "traced, with activations, temporary tensors and, if weights are sharded, the largest layer gathered"
     say(console, "memory per rank", f"{states}; peak: {peak}")
     say(console, "sent per step", describe_volume(comparison))
-    say(console, "formulas", SOURCES)
+    say(console, "formulas", "Patarasuk and Yuan 2009, Rajbhandari et al. 2020, Zhao et al. 2023 (docs/memory.md)")
 
 
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """The cells of each row of the table."""
     for scheme in comparison.schemes:
         sent = [scheme.volume.sent]
         if comparison.ranks.nodes > 1:
@@ -46,7 +40,7 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         peak = max(scheme.peak_gib, scheme.eval_peak_gib or 0.0)
         states = sum(scheme.states_gib.values())
         volumes = (gib(size / (1 << 30)) for size in sent)
-        yield (scheme.name, gib(states), gib(peak), yes_or_no(scheme.fits), *volumes)
+        yield (scheme.name, gib(states), gib(peak), YES_OR_NO[scheme.fits], *volumes)
 
 
 def describe_volume(comparison: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""Sheet: a table of texts. `terminal.show_sheet` prints it, page_table.html draws it; and how figures become texts with units."""
+"""Sheet: a table of texts, for the terminal and for pages; and how figures become texts with units."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from hwopt.text import cut, printable
 
 ABSENT = "-"
 """The cell of a value that was not measured."""
+BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
+"""Tier of the memory planner -> what its figures come from."""
+YES_OR_NO = {True: "yes", False: "no", None: "unknown"}
 SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 UNITS = {
     "percent": "{:.0f} %",
@@ -54,6 +57,10 @@ def known(value: Any, shown: Callable[[Any], str]) -> str:
     return ABSENT if value is None else shown(value)
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def value_text(value: Any) -> str:
     """An option or a key of a plan; a list in its order of preference."""
     if value is None:
@@ -68,18 +75,11 @@ def gib(size: float) -> str:
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
 
 
-def time_range(seconds: tuple[float, float]) -> str:
-    """Both ends of a range in one unit: "72.5 to 156 ms"."""
-    unit, size = next(((unit, size) for unit, size in SECONDS if seconds[1] >= 2 * size), SECONDS[-1])
-    low, high = (float(f"{value / size:.3g}") for value in seconds)
-    return f"{low:,g} to {high:,g} {unit}"
-
-
-def seconds_text(seconds: float) -> str:
-    """`seconds` with three digits, in minutes, seconds or milliseconds."""
-    unit, size = ("min", 60.0) if seconds >= 120 else ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
-    value = seconds / size
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+def seconds_text(*seconds: float) -> str:
+    """A time, or both ends of a range, with three digits in one unit: "1.15 s", "72.5 to 156 ms"."""
+    least = len(seconds)  # of a range, 2: its lower end would be a small fraction of the unit
+    unit, size = next(((unit, size) for unit, size in SECONDS if seconds[-1] >= least * size), SECONDS[-1])
+    return " to ".join(f"{float(f'{value / size:.3g}'):,g}" for value in seconds) + f" {unit}"
 
 
 def with_unit(name: str, value: float) -> str:

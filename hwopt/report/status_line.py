@@ -1,7 +1,6 @@
 """StatusLine: one line on standard error that says what a command does before its first result, which may take seconds.
 
-On a terminal, the next line replaces it, and it is removed before anything else is printed. Elsewhere only `announce` prints.
-This module imports nothing heavy: it prints the first output of a command.
+It is removed before anything else is printed. This module imports nothing heavy: it prints the first output of a command.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 class StatusLine:
-    """The last line of a terminal. There is one of a process: `status_line`."""
+    """The last line of a terminal; elsewhere only `announce` prints."""
 
     def __init__(self) -> None:
         self.shown = ""
@@ -51,7 +50,6 @@ status_line = StatusLine()
 
 
 def on_terminal() -> bool:
-    """Whether standard error is a terminal whose last line can be replaced."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -29,20 +30,15 @@ if TYPE_CHECKING:
 
 STYLES = {"apply": "green", "fallback": "yellow", "skip": "yellow", "active": "green", "inactive": "red", "unknown": "yellow"}
 """Decision or status of evidence -> its style."""
-LEAST, USUAL = 20, 80
-"""The least plausible width of a screen in columns, and the width used instead of a smaller one."""
-UNFOLDED = 1 << 20
-"""The width of output that is not a terminal."""
+LEAST, LEAST_FOLDED = 20, 24
+"""The least plausible width of a screen in columns; that of a folded column of a table, which else becomes blocks of lines."""
 TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
 VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
 """Whether a plan fits -> the word, its style."""
 
 
 def show_verdict(console: Console, plan: Plan) -> None:
-    """Print one line: whether the plan fits if its memory was planned, the rows of a step, and how many plugins are on.
-
-    Before it another one if a run would refuse the data.
-    """
+    """Print whether the plan fits if its memory was planned, the rows of a step, and how many plugins are on, in one line."""
     if plan.refused:
         say(console, "WILL NOT RUN", plan.refused, "bold red")
     memory, parts = plan.memory, []
@@ -52,9 +48,9 @@ def show_verdict(console: Console, plan: Plan) -> None:
         shown = f"{peak:.1f}" if peak >= 0.1 else gib(peak)
         parts.append(f"{least}{shown} of {memory.free_gib:.1f} GiB")
     counts = Counter(entry.decision for entry in plan.entries)
-    plugins = [f"{counts['apply'] + counts['fallback']} of {len(plan.entries)} plugins on"]
-    plugins += [f"{counts['fallback']} by fallback"] if counts["fallback"] else []
-    parts += [f"{plan.batch.step} rows a step", ", ".join(plugins)]
+    fallback = f", {counts['fallback']} by fallback" if counts["fallback"] else ""
+    on = counts["apply"] + counts["fallback"]
+    parts += [f"{plan.batch.step} rows a step", f"{on} of {len(plan.entries)} plugins on{fallback}"]
     word, style = ("plan", "bold") if memory is None else VERDICTS[memory.fits]
     say(console, word, "; ".join(parts), style)
 
@@ -65,20 +61,16 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     Plugins that change the training method come first. Without `verbose`, what is applied has one line on a terminal and no
     options; what falls back or is skipped has its whole reason.
     """
-    hardware = plan.hardware
-    device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
-    if hardware.amd:
-        device += f", {hardware.amd} ({hardware.architecture})"
-    elif hardware.compute_capability:
-        device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
-    if hardware.memory_limit_gib is not None:
-        device += ", limited by --memory-limit"
-    show_problem(console, hardware)
+    show_problem(console, plan.hardware)
     show_verdict(console, plan)
     say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
-    say(console, "hardware", device + (" (the profile's card, not this machine)" if hardware.source == "described" else ""))
-    say(console, "model", f"{plan.model.architecture}, {count(plan.model.parameters)} parameters ({plan.job.model.label})")
-    say(console, "batch", describe_batch(plan))
+    say(console, "hardware", describe_device(plan.hardware))
+    number = plan.model.parameters
+    count = f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+    say(console, "model", f"{plan.model.architecture}, {count} parameters ({plan.job.model.label})")
+    sizes, world = plan.batch, plan.world_size
+    micro = f"micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
+    say(console, "batch", f"{sizes.step} rows a step{f' on {world} ranks' if world > 1 else ''}, {micro}")
     if shares_of(plan.job.data.train):
         say(console, "mixture", f"{described(plan.job.data.train)} of the samples of an epoch")
     for entry in plan.applied():
@@ -92,6 +84,17 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     console.print(table(columns, one_line(columns, rows, short, console.width)))
 
 
+def describe_device(hardware: Hardware) -> str:
+    device = f"{hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free"
+    if hardware.amd:
+        device += f", {hardware.amd} ({hardware.architecture})"
+    elif hardware.compute_capability:
+        device += f", compute capability {hardware.capability_text} ({hardware.architecture})"
+    if hardware.memory_limit_gib is not None:
+        device += ", limited by --memory-limit"
+    return device + (" (the profile's card, not this machine)" if hardware.source == "described" else "")
+
+
 def show_problem(console: Console, hardware: Hardware) -> None:
     """Print why torch cannot use the cards of this machine, if it cannot."""
     if hardware.problem:
@@ -99,23 +102,11 @@ def show_problem(console: Console, hardware: Hardware) -> None:
         console.print(text, soft_wrap=True)  # a command that is broken into lines cannot be copied
 
 
-def count(number: int) -> str:
-    """`number` in millions, or in full below one million."""
-    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
-
-
-def describe_batch(plan: Plan) -> str:
-    sizes, world = plan.batch, plan.world_size
-    ranks = f" on {world} ranks" if world > 1 else ""
-    steps = f"{sizes.step} rows a step{ranks}"
-    return f"{steps}, micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
-
-
 def options_text(entry: PluginDecision) -> str:
-    options = ", ".join(
-        f"{key} {value_text(value)}" for key, value in entry.options.model_dump(mode="json").items() if value is not None
-    )
-    return entry.reason if entry.decision == "skip" or not options else f"{entry.reason} [{options}]"
+    """The reason of a decision, with the options of a plugin that is applied."""
+    options = entry.options.model_dump(mode="json", exclude_none=True).items()
+    shown = ", ".join(f"{key} {value_text(value)}" for key, value in options)
+    return entry.reason if entry.decision == "skip" or not shown else f"{entry.reason} [{shown}]"
 
 
 def one_line(columns: Sequence[str], rows: Sequence[Sequence[str]], short: Container[int], width: int) -> Iterator[Sequence[str]]:
@@ -123,17 +114,8 @@ def one_line(columns: Sequence[str], rows: Sequence[Sequence[str]], short: Conta
     others = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)][:-1]
     left = width - sum(others) - 2 * len(others)
     for number, row in enumerate(rows):
-        yield [*row[:-1], cut_at_word(printable(row[-1]), left)] if number in short else row
-
-
-def cut_at_word(text: str, limit: int) -> str:
-    """`text`, at most `limit` columns wide: whole words and an ellipsis, so that no number is cut."""
-    if cell_len(text) <= limit:
-        return text
-    words = text.split(" ")
-    while words and cell_len(" ".join(words)) > limit - 2:
-        words.pop()
-    return " ".join([*words, "…"])
+        text = " ".join(printable(row[-1]).split())
+        yield [*row[:-1], shorten(text, max(left, 1), placeholder=" …", break_on_hyphens=False)] if number in short else row
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | None = 2) -> Table:
@@ -144,10 +126,6 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | N
     for row in rows:
         made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
     return made
-
-
-LEAST_FOLDED = 24
-"""The least width in columns of a folded column. If a table leaves it less, each row becomes a block of lines."""
 
 
 def show_sheet(console: Console, sheet: Sheet) -> None:
@@ -187,18 +165,17 @@ def short_path(path: Path) -> str:
 
 
 class Terminal(Console):
-    """A console that ignores a closed pipe (`| head`), so that the run continues.
+    """A console that ignores a closed pipe (`| head`), so that the run continues, and a COLUMNS variable such as 0.
 
-    A COLUMNS variable below the least plausible width, such as 0, is ignored: nothing would be shown. Output that is not a
-    terminal is never folded: a log file or `grep` gets whole lines.
+    Output that is not a terminal is never folded: a log file or `grep` gets whole lines.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"file": sys.stdout, **options})  # the real stdout, also while a plugin's prints go to stderr
         if not self.is_terminal and "width" not in options:
-            self.width = UNFOLDED
+            self.width = 1 << 20
         if self.width < LEAST:
-            self.width = USUAL
+            self.width = 80
 
     def print(self, *objects: Any, **options: Any) -> None:
         status_line.clear()
@@ -234,14 +211,12 @@ def show_survey(console: Console, found: Survey) -> None:
     """Print versions, the machine, and what each plugin could do on it."""
     hardware, system = found.hardware, found.system
     show_problem(console, hardware)
-    built_for = f"CUDA {system.torch_cuda}" if system.torch_cuda else "CPUs"
-    supports = f", for CUDA up to {system.driver_cuda}" if system.driver_cuda else ""
     driver = system.driver or ("of unknown version" if system.cards else "no NVIDIA driver")
     features = ", ".join(hardware.cpu_features) or "no wide units"
     lines = {
         "hwopt": f"{system.hwopt}, {system.python}, {system.operating_system}",
-        "torch": f"{system.torch}, built for {built_for}",
-        "driver": f"{driver}{supports}",
+        "torch": f"{system.torch}, built for {f'CUDA {system.torch_cuda}' if system.torch_cuda else 'CPUs'}",
+        "driver": driver + (f", for CUDA up to {system.driver_cuda}" if system.driver_cuda else ""),
     }
     for index, card in enumerate(system.cards):
         memory = f"{card.free_memory_gib:g} of {card.memory_gib:g} GiB free"

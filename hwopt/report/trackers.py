@@ -63,24 +63,17 @@ class Tracker(Listener):
         self.tracker: Any = None
 
     def on_start(self, run: Run) -> None:
-        plan = run.plan
-        settings = plan.settings | {"profile": plan.profile.name, "hardware": plan.hardware.name}
-        settings["model"] = plan.model.architecture
-        try:
-            self.tracker = self.start(run)
-            self.tracker.store_init_configuration({key: storable(value) for key, value in settings.items()})
-        except Exception as error:  # each tracker raises its own: no key, no server
-            raise InputError(f"--report-to {self.name}: {type(error).__name__}: {first_line(error)}") from error
-
-    def start(self, run: Run) -> Any:
-        """The started tracker of Accelerate."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        cls = LOGGER_TYPE_TO_CLASS[self.name]
+        cls, plan = LOGGER_TYPE_TO_CLASS[self.name], run.plan
         folder = {"logging_dir": str(run.folder / self.name)} if cls.requires_logging_directory else {}
-        tracker = cls(run.folder.name, **folder)
-        tracker.start()
-        return tracker
+        names = {"profile": plan.profile.name, "hardware": plan.hardware.name, "model": plan.model.architecture}
+        try:
+            self.tracker = cls(run.folder.name, **folder)
+            self.tracker.start()
+            self.tracker.store_init_configuration({key: storable(value) for key, value in (plan.settings | names).items()})
+        except Exception as error:  # each tracker raises its own: no key, no server
+            raise InputError(f"--report-to {self.name}: {type(error).__name__}: {first_line(error)}") from error
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         lines = [f"{entry.name}: {evidence.status}: {evidence.seen}" for entry, evidence in found]
@@ -90,11 +83,10 @@ class Tracker(Listener):
             self.send(run, "store_init_configuration", {f"evidence/{line.split(': ')[0]}": line for line in lines})
 
     def on_log(self, run: Run, row: Row) -> None:
-        prefixes = {"eval": "eval/", "test": "test/"}
         values = {}
         for key, value in flat(row).items():
             first, _, rest = key.partition("_")
-            values[f"{prefixes[first]}{rest}" if first in prefixes else f"train/{key}"] = value
+            values[f"{first}/{rest}" if first in ("eval", "test") else f"train/{key}"] = value
         self.send(run, "log", values, step=int(row["step"]))
 
     def on_finish(self, run: Run, summary: Summary) -> None:

@@ -1,21 +1,17 @@
-"""The lines at the top of a report: how a run ended, whether it fits, what is proven, and how good the model is."""
+"""What a report says of a run: how it ended, whether it fits, what is proven, how good the model is, and where its time went."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hwopt.records.run_record import RunRecord
-from hwopt.report.measurements import is_number
-from hwopt.report.sheet import gib
+from hwopt.report.sheet import gib, is_number, with_unit
 
 Grade = Literal["good", "bad", "open", "result"]
 """What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""
-
-USED_WELL = ("compute-bound", "memory-bound")
-"""The limits of a run that keeps its device busy."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,7 @@ def proof(record: RunRecord) -> Iterator[Line]:
         yield Line("evidence", "none: no step was observed", "open")
         return
     counts = Counter(entry["status"] for entry in record.evidence)
-    others = [
-        f"{entry['name']} is {entry['status']} ({entry['seen']})" for entry in record.evidence if entry["status"] != "active"
-    ]
+    others = ["{name} is {status} ({seen})".format(**each) for each in record.evidence if each["status"] != "active"]
     text = f"{counts['active']} of {len(record.evidence)} plugins are active in the running process"
     grade: Grade = "bad" if counts["inactive"] else "open" if others else "good"
     yield Line("evidence", "; ".join([text, *others]), grade)
@@ -77,18 +71,68 @@ def proof(record: RunRecord) -> Iterator[Line]:
 
 def limit(record: RunRecord) -> Iterator[Line]:
     """What limits the speed of the run, and the setting to change next."""
-    found = record.summary.get("verdict")
-    if isinstance(found, Mapping) and {"limit", "figure", "next"} <= found.keys():
-        grade: Grade = "good" if found["limit"] in USED_WELL else "bad"
+    if found := record.summary.get("verdict"):
+        grade: Grade = "good" if found["limit"] in ("compute-bound", "memory-bound") else "bad"
         yield Line("speed", f"{found['limit']}: {found['figure']}. Next: {found['next']}", grade)
 
 
 def quality(record: RunRecord) -> Iterator[Line]:
-    """The best evaluation, by the metric that chose the weights."""
-    summary = record.summary
-    for key, value in summary.items():
+    for key, value in record.summary.items():
         if key.startswith("best_eval_") and is_number(value):
-            name = key.removeprefix("best_")
-            text = f"{name} {value:.4f}, the best evaluation, of step {int(summary.get('best_step', 0)):,}"
-            yield Line("model", text, "result")
+            step = int(record.summary.get("best_step", 0))
+            yield Line("model", f"{key.removeprefix('best_')} {value:.4f}, the best evaluation, of step {step:,}", "result")
             return
+
+
+PARTS = {
+    "data_wait_share": "waiting for data",
+    "forward_share": "forward",
+    "backward_share": "backward",
+    "update_share": "update of the weights",
+}
+"""What the time of training is spent on -> its name. The last three are shares of the steps that were timed."""
+STEP = {
+    "data_wait_share": "waiting for data, of the training",
+    "forward_share": "forward, of a timed step",
+    "backward_share": "backward, of a timed step",
+    "update_share": "update of the weights, of a timed step",
+    "host_ms_per_micro_batch": "host time per micro-batch",
+    "device_ms_per_micro_batch": "device time per micro-batch",
+    "device_waits_share": "timed steps in which the device waited for the host",
+}
+NAMES = {
+    "gpu_percent": "GPU use, mean",
+    "memory_busy_percent": "memory of the GPU busy, mean",
+    "memory_gib": "memory in use on the GPU, by all processes, mean",
+    "power_watts": "power, mean",
+    "temperature_celsius": "temperature, mean",
+    "clock_mhz": "clock, mean",
+    "throttled_share": "samples with a lowered clock",
+    "cpu_percent": "CPU use of the process and its workers (100 %: one core)",
+    "mfu": "MFU: arithmetic for real tokens / dense peak",
+    "joules_per_sample": "energy per sample",
+}
+
+
+def step_parts(use: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(part of the time of training, its share): waiting for data, and the parts of a step; [] if no step was timed."""
+    if not use.keys() >= PARTS.keys():
+        return []
+    wait, *computed = (float(use[key]) for key in PARTS)
+    shares = [wait, *((1 - wait) * part / max(sum(computed), 1e-9) for part in computed)]
+    return list(zip(PARTS.values(), shares, strict=True))
+
+
+def step_rows(use: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value with its unit) of what is known of the time of a step."""
+    return [(label, with_unit(key, use[key])) for key, label in STEP.items() if is_number(use.get(key))]
+
+
+def device_rows(use: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, value with its unit) of every other figure."""
+    for key, value in use.items():
+        if isinstance(value, Mapping):
+            for name, part in value.items():
+                yield f"{key.replace('_', ' ')}: {name}", f"{part:.1%}"
+        elif key not in STEP and is_number(value):
+            yield NAMES.get(key, key.replace("_", " ")), with_unit(key, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGINT
 
@@ -27,16 +27,17 @@ from hwopt.memory.forecast.known_limits import record_limit
 from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
-from hwopt.runs.hang_watch import HangWatch
 from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
+from hwopt.runs.rank_errors import report_error
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
-from hwopt.saving.reader import checkpoint_folder, list_checkpoints
+from hwopt.saving.reader import list_checkpoints
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
+from hwopt.system.watchdog import SECOND_SIGNAL, Watchdog, kill_workers_and_local_ranks
 from hwopt.tasks.base import Task
 from hwopt.training.build import build
 from hwopt.training.early_stopping import refuse_without_evaluation
@@ -75,45 +76,59 @@ def execute(
         try:
             return execution.run(resume, fresh, replan, next_folder)
         finally:
-            execution.end()
+            if execution.own is not None:
+                execution.listener.on_end(execution.own, execution.ending)
 
 
-class MemoryLimits(Listener):
-    """Remembers which micro-batch sizes did not fit, so that the next plan does not choose them."""
-
-    def __init__(self, cache: Path) -> None:
-        self.cache = cache
-
-    def on_out_of_memory(self, run: Run, rows: int) -> None:
-        record_limit(run.plan, self.cache, rows)
-
-
-class Execution:
+class Execution(Listener):
     """One call of `execute`: the run, once its folder is locked, and how it ended."""
 
     def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        cache: Path,
-        listener: Listener | None,
-        stack: contextlib.ExitStack,
-        task: Task | None = None,
+        self, plan: Plan, folder: Path, cache: Path, listener: Listener | None, stack: contextlib.ExitStack, task: Task | None
     ) -> None:
-        self.task = task
-        self.plan, self.folder, self.cache, self.stack = plan, folder, cache, stack
+        self.plan, self.folder, self.cache, self.stack, self.task = plan, folder, cache, stack, task
         self.rank, _ = rank_and_world(os.environ)
         shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
-        self.hang_watch = HangWatch(stack, self.set_status)
-        self.listener = Listeners(*shown, MemoryLimits(cache), self.hang_watch)
+        self.listener = Listeners(*shown, self)
+        self.watchdog: Watchdog | None = None
         self.own: Run | None = None
         """The run, once its folder is locked."""
         self.ending = ""
         """How it ended, if this process has written it into the status."""
 
-    def run(
-        self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None = None
-    ) -> Summary:
+    def on_out_of_memory(self, run: Run, rows: int) -> None:
+        """Remember which micro-batch size did not fit, so that the next plan does not choose it."""
+        record_limit(run.plan, self.cache, rows)
+
+    def watch(self, run: Run) -> None:
+        """Prepare for a hang of `run`, which is built. From now on a second signal ends the process."""
+        self.stack.enter_context(signals.before_forced_exit(self.leave))
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        first = run.step
+        self.watchdog = Watchdog(run.training.hang_timeout, run.folder, run.rank, self.leave, launcher, lambda: run.step == first)
+
+    def on_steps_begin(self, run: Run) -> None:
+        if self.watchdog is not None:
+            self.watchdog.__enter__()
+
+    def on_steps_end(self, run: Run) -> None:
+        if self.watchdog is not None:
+            self.watchdog.__exit__(None, None, None)
+
+    def on_heartbeat(self, run: Run) -> None:
+        if self.watchdog is not None:
+            self.watchdog.heartbeat()
+
+    def leave(self, code: int, message: str = SECOND_SIGNAL) -> None:
+        """Write how the process ends, and end the other processes of the run. The caller then ends this one."""
+        self.set_status(code, message)
+        text = f"error: {message}"
+        if not report_error(code, text, killed_others=True):
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
+        kill_workers_and_local_ranks()
+
+    def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None) -> Summary:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
             refuse_without_evaluation(run)
@@ -126,9 +141,13 @@ class Execution:
                 report_oom("the model", self.plan.batch_option("train")),
                 build(self.plan, self.folder, self.cache, claim, self.listener, self.task) as run,
             ):
-                self.hang_watch.watch(run)
-                with reporting(run):
+                self.watch(run)
+                try:
                     summary = train(run)
+                except DoesNotFitError as unfit:
+                    if not unfit.secondhand:
+                        write_report(run, str(unfit))
+                    raise
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
             self.set_status(0, DONE)
@@ -167,10 +186,9 @@ class Execution:
     def record_outcome(self, error: BaseException) -> bool:
         """Write into the status how the run ended, unless the rank at fault has written it. Returns whether it was written."""
         code = signals.exit_code(error)
-        recorded = self.own is not None and status_code(self.own.folder) is not None
+        recorded = self.own is None or status_code(self.own.folder) is not None
         caused_elsewhere = self.rank > 0 and (isinstance(error, WorkerDiedError) or code in signals.EXIT_CODES.values())
-        secondhand = isinstance(error, HwoptError) and error.secondhand
-        if (secondhand and (recorded or self.own is None)) or (caused_elsewhere and recorded):
+        if recorded and (caused_elsewhere or (isinstance(error, HwoptError) and error.secondhand)):
             return False
         ending = self.ended_by_signal(code) or str(error) or type(error).__name__
         self.set_status(code, ending)
@@ -181,36 +199,19 @@ class Execution:
         """What the status says of a signal; "" if none ended the run."""
         if code not in signals.EXIT_CODES.values():
             return ""
-        own = self.own
-        done = "before the first step"
+        own, done = self.own, "before the first step"
         if own is not None and own.step and completed_steps(own.folder) >= own.total_steps:
             done = "after the last step: final/ is complete"
         elif own is not None and own.step:
-            saved = checkpoint_folder(own.folder, own.step).is_dir()  # the folder exists once it is complete
+            saved = (own.folder / f"checkpoint-{own.step}").is_dir()  # the folder exists once it is complete
             done = f"after step {own.step:,}, {'saved' if saved else 'which could not be saved'}; resume with --resume"
         return f"{'interrupted' if code == signals.EXIT_CODES[SIGINT] else 'terminated'} {done}"
-
-    def end(self) -> None:
-        """Tell the listeners, if the folder is this run's."""
-        if self.own is not None:
-            self.listener.on_end(self.own, self.ending)
 
     def set_status(self, exit_code: int, message: str) -> None:
         """Write `status.json` if the folder is this run's. A storage error does not hide the error that ended the run."""
         if self.own is not None and (self.rank == 0 or exit_code) and self.own.folder.is_dir():
             with contextlib.suppress(StorageError):
                 write_status(self.own.folder, exit_code, message)
-
-
-@contextlib.contextmanager
-def reporting(run: Run) -> Iterator[None]:
-    """A run that does not fit leaves an out-of-memory report."""
-    try:
-        yield
-    except DoesNotFitError as error:
-        if not error.secondhand:
-            write_report(run, str(error))
-        raise
 
 
 def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:

@@ -60,9 +60,8 @@ class Target:
 
     def next_folder(self, default: str) -> Callable[[], Path] | None:
         """What finds another folder if a process takes the first one meanwhile; None if the user chose the folder."""
-        if self.name is not None or self.resume or self.fresh:
-            return None
-        return partial(run_folder, self.output_dir, None, default)
+        chosen = self.name is not None or self.resume or self.fresh
+        return None if chosen else partial(run_folder, self.output_dir, None, default)
 
     def saved(self, default: str | None = None) -> Mapping[str, Any]:
         """The metadata of the checkpoint to resume from; {} without one, or if its folder needs a `default` to be known."""
@@ -74,7 +73,7 @@ class Target:
 
 
 def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool = False, fresh: bool = False) -> Path:
-    """Return the folder of a run, without creating it.
+    """The folder of a run, without creating it.
 
     Without a name, a new run gets the first free name of `default`, `default-2` …, and a resumed or fresh run the last used one.
     Raises InputError if the name is not valid or exists already, FolderInUseError if another process trains in the folder, and
@@ -84,7 +83,10 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     if not (existing := nearest_existing(output_dir)).is_dir():
         raise InputError(f"--output-dir {output_dir}: {existing} is a file; give a folder")
     if name is None:
-        return require_creatable(numbered_folder(output_dir, default, last_used=resume or fresh))
+        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
+        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
+        free = next(index for index, each in enumerate(names) if not os.path.lexists(output_dir / each))
+        return require_creatable(output_dir / names[max(0, free - 1) if resume or fresh else free])
     refuse_bad_name(name)
     folder = output_dir / name
     if folder.exists() and in_use_on_this_host(folder):
@@ -92,14 +94,6 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     if os.path.lexists(folder) and not (resume or (fresh and folder.is_dir())):
         raise folder_exists_error(folder)
     return require_creatable(folder)
-
-
-def numbered_folder(output_dir: Path, default: str, *, last_used: bool) -> Path:
-    """Return the first free folder of `default`, `default-2` …, or the one before it."""
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", default).strip("-.") or "run"
-    names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
-    free = next(index for index, each in enumerate(names) if not os.path.lexists(output_dir / each))
-    return output_dir / names[max(0, free - 1) if last_used else free]
 
 
 def refuse_bad_name(name: str) -> None:
@@ -114,12 +108,12 @@ def refuse_bad_name(name: str) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists."""
+    """`path`, or its nearest parent that exists."""
     return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "missing")
 
 
 def require_creatable(folder: Path) -> Path:
-    """Return `folder`. Raises StorageError if it does not exist and cannot be created, before any work is lost."""
+    """`folder`. Raises StorageError if it does not exist and cannot be created, before any work is lost."""
     existing = nearest_existing(folder)
     if existing != folder and not os.access(existing, os.W_OK | os.X_OK):
         raise StorageError(f"{folder} cannot be created: no permission to write in {existing}. Give another --output-dir")
@@ -127,21 +121,17 @@ def require_creatable(folder: Path) -> Path:
 
 
 def folder_for_resume(checkpoint: Path, output_dir: Path, name: str | None, default: str) -> Path:
-    """Return the folder in which a run from `checkpoint` continues.
-
-    The checkpoint's own folder if `checkpoint` is the newest one there, else a new folder.
-    """
+    """The folder in which a run from `checkpoint` continues: its own if it is the newest one there, else a new folder."""
     own = checkpoint.absolute().parent
     if name is None and list_checkpoints(own)[:1] == [checkpoint.absolute()]:
         return own
-    folder = run_folder(output_dir, name, default, resume=True) if name else run_folder(output_dir, None, default)
+    folder = run_folder(output_dir, name, default, resume=name is not None)
     if folder.exists() and folder.absolute() != own:
         raise folder_exists_error(folder)
     return folder
 
 
 def folder_exists_error(folder: Path) -> InputError:
-    """Return the error for a new run whose folder exists already."""
     content = " with checkpoints" if list_checkpoints(folder) else ""
     return InputError(
         f"--name {folder.name}: {folder} exists{content}. Continue its run with --resume, or give another --name. "
@@ -169,9 +159,8 @@ def lock_run_folder(folder: Path, *, resume: bool = False, fresh: bool = False) 
         finally:
             with suppress(OSError):
                 (folder / OWNER).unlink(missing_ok=True)
-                (folder / LOCK).unlink()  # a process that waits creates a new one; Windows keeps the file
-            with suppress(OSError):
-                folder.rmdir()  # removes the folder only if the run wrote nothing
+                (folder / LOCK).unlink()  # Windows keeps the file
+                folder.rmdir()  # only if the run wrote nothing
 
 
 @contextmanager
@@ -202,12 +191,11 @@ def in_use_on_this_host(folder: Path) -> bool:
 
 
 def read_owner(folder: Path) -> dict[str, Any]:
-    """Return pid, host and start time of the process that trains in `folder`; {} without a readable file."""
+    """pid, host and start time of the process that trains in `folder`; {} without a readable file."""
     return read_object(folder / OWNER)
 
 
 def folder_in_use_error(folder: Path) -> FolderInUseError:
-    """Return the error for a folder in which another process trains."""
     owner = read_owner(folder)
     trainer = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
     return FolderInUseError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hwopt.system.atomic_folder import MANIFEST
 from hwopt.text import first_line
 from hwopt.training.run import Run
@@ -23,28 +21,19 @@ def warn_without_token(run: Run) -> None:
 
 def push_to_hub(run: Run) -> None:
     """Upload `final/` to the repository `training.hub_model_id`, which is created if needed. Only rank 0 calls it."""
+    from huggingface_hub import HfApi
+
     name, folder = run.training.hub_model_id, run.folder / "final"
     assert name is not None, "the job was validated"
     run.say(f"Uploading {folder} to {name}")
     try:
-        run.say(f"The model is on the hub: {upload(name, folder, run.training.hub_private_repo)}")
+        hub = HfApi()
+        address = hub.create_repo(name, private=run.training.hub_private_repo, exist_ok=True)
+        message = "Upload the model of a run of hwopt"
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=[MANIFEST])
+        run.say(f"The model is on the hub: {address}")
     except Exception as error:  # the hub client, the network and the system each raise their own; the run is complete
         run.warn(
             f"{folder} was not uploaded to {name} ({type(error).__name__}: {first_line(error)}). The run is complete. "
             f"To upload it later: hf upload {name} {folder} . --exclude {MANIFEST}"
         )
-
-
-def upload(name: str, folder: Path, private: bool) -> str:
-    """Upload the model in `folder` to the repository `name`, and return its address."""
-    from huggingface_hub import HfApi
-
-    hub = HfApi()
-    address = hub.create_repo(name, private=private, exist_ok=True)
-    hub.upload_folder(
-        repo_id=address.repo_id,
-        folder_path=folder,
-        commit_message="Upload the model of a run of hwopt",
-        ignore_patterns=[MANIFEST],
-    )
-    return str(address)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
 from hwopt.errors import StorageError, exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
-from hwopt.runs.processes import METRICS, add_line, add_process
+from hwopt.runs.processes import METRICS, add_line, add_process, read_json_lines
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.training import evidence as observe
@@ -23,7 +22,6 @@ from hwopt.training.oom_report import memory_by_kind
 
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
-    from hwopt.plugin import Observation
     from hwopt.training.run import Run
 
 
@@ -60,8 +58,8 @@ class Journal(JournalFiles):
         evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
         try:
             prepare_folder(run, evaluated)
-            (folder / "job.toml").write_text(to_toml(job_table(run.plan)), encoding="utf-8")
-            (folder / "profile.toml").write_text(to_toml(profile_table(run.plan)), encoding="utf-8")
+            (folder / "job.toml").write_text(tomlkit.dumps(job_table(run.plan)), encoding="utf-8")
+            (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
             add_process(run)
         except OSError as error:
             raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
@@ -75,32 +73,19 @@ class Journal(JournalFiles):
         write_json(run.folder / "memory.json", memory_by_kind(run))
 
 
-class ScriptRun(Protocol):
-    """What is read of the run of a script (`hwopt.hosts`)."""
-
-    folder: Path
-    plan: Plan
-    samples: int
-    error: BaseException | None
-    observation: Observation
-
-    @property
-    def step(self) -> int: ...
-
-
 class ScriptJournal(JournalFiles):
-    """Listener of rank 0 for a training loop that is not hwopt's: its folder can be read by `hwopt report` and `compare`.
+    """Listener of rank 0 for a training loop that is not hwopt's (`hwopt.hosts`), whose runs `hwopt report` then reads.
 
     The files stand in the output folder of the script, beside its checkpoints.
     """
 
-    def on_start(self, run: ScriptRun) -> None:
+    def on_start(self, run: Any) -> None:
         prepare_folder(run, run.step)
         add_line(run, samples=run.samples, metric_directions={})
         write_json(run.folder / "plan.json", run.plan.to_dict())
         write_status(run.folder, None, "running")
 
-    def on_end(self, run: ScriptRun, ending: str) -> None:
+    def on_end(self, run: Any, ending: str) -> None:
         if run.folder.is_dir():
             code = 0 if run.error is None else exit_code_of(run.error) or 1
             write_status(run.folder, code, ending)
@@ -129,25 +114,23 @@ def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
     if not path.exists():
         return
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
-            tested = any(key.startswith("test_") for key in row)  # the resumed run tests again at its end
-            if not tested and row["step"] <= (evaluated if any(key.startswith("eval_") for key in row) else step):
-                rows.append(line if line.endswith("\n") else f"{line}\n")
+    for row in read_json_lines(path):
+        kinds = {key.partition("_")[0] for key in row}
+        if "test" not in kinds and row.get("step", math.inf) <= (evaluated if "eval" in kinds else step):
+            rows.append(json.dumps(row) + "\n")
     staging = path.with_suffix(".partial")
     staging.write_text("".join(rows), encoding="utf-8")
     staging.replace(path)
 
 
 def job_table(plan: Plan) -> dict[str, Any]:
-    """Return the job with every default written out, so that `hwopt run job.toml` repeats the run."""
+    """The job with every default written out, so that `hwopt run job.toml` repeats the run."""
     table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
     return table | {"training": plan.training.model_dump(mode="json", exclude_none=True)}
 
 
 def profile_table(plan: Plan) -> dict[str, Any]:
-    """Return the resolved profile: its parents merged, every option written out."""
+    """The resolved profile: its parents merged, every option written out."""
     content = plan.profile.content.model_dump(mode="json", exclude={"extends", "plugins", "training"}, exclude_none=True)
     content["training"] = plan.profile.content.training.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     content["plugins"] = {
@@ -156,7 +139,3 @@ def profile_table(plan: Plan) -> dict[str, Any]:
         for entry in plan.entries
     }
     return content
-
-
-def to_toml(table: dict[str, Any]) -> str:
-    return tomlkit.dumps({key: value for key, value in table.items() if value is not None})

@@ -1,9 +1,8 @@
 """`hwopt run --processes N`: start the ranks with Accelerate's launcher, and print one message if they fail.
 
-Accelerate's launcher turns every exit code into 1 and prints its own traceback, and every rank would print the same message. So a
-rank reports its error to this process (`rank_errors`), which prints the cause, exits with its code and writes the code to
-`status.json`. The ranks run in sessions of their own: a signal from the terminal reaches this process only. This process forwards
-it once, as SIGTERM: SIGINT would print a traceback in a rank that is still importing.
+Accelerate's launcher turns every exit code into 1. So a rank reports its error to this process (`rank_errors`), which prints the
+cause and exits with its code. The ranks run in sessions of their own: a signal of the terminal reaches this process only, which
+forwards it once, as SIGTERM: SIGINT would print a traceback in a rank that is still importing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,20 +34,16 @@ if TYPE_CHECKING:
 RUN_FOLDER_FILE = "run-folder"
 """The file in the launch folder that holds the path of the run folder."""
 RANKS_PER_CORE = 4
-"""The limit without CUDA devices: enough to try several ranks on a small machine."""
+"""The limit without CUDA devices."""
 
 
 def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
-    """Return how many ranks `--processes requested` starts; 1 means that this process trains.
-
-    Raises InputError if the number is not valid or more than this machine has devices or cores for.
-    """
+    """How many ranks `--processes requested` starts; 1: this process trains. Raises InputError if it is not possible here."""
     if LAUNCH_FOLDER in environment:
         return 1  # this process is one of the ranks
     if requested != "auto" and not re.fullmatch(r"0*[1-9]\d{0,5}", requested):
-        raise InputError(
-            f"--processes {truncate(requested)}: expected a whole number above 0, or auto (one process for each CUDA device)"
-        )
+        what = "expected a whole number above 0, or auto (one process for each CUDA device)"
+        raise InputError(f"--processes {truncate(requested)}: {what}")
     if found := [name for name in ("RANK", "WORLD_SIZE") if name in environment]:
         raise InputError(
             f"--processes {requested}: another launcher started this process ({', '.join(found)} set). "
@@ -60,23 +55,16 @@ def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:
 
     devices = torch.cuda.device_count()  # creates no CUDA context, which would take device memory
     number = max(1, devices) if requested == "auto" else int(requested)
-    if 0 < devices < number:
-        raise InputError(
-            f"--processes {requested}: each process needs its own CUDA device, found {devices}. Give {devices} or fewer"
-        )
-    limit = RANKS_PER_CORE * cpu_cores()
-    if not devices and number > limit:
-        raise InputError(
-            f"--processes {requested}: too many for {cpu_cores()} CPU core(s) without a CUDA device. Give {limit} or fewer"
-        )
+    limit = devices or RANKS_PER_CORE * cpu_cores()
+    if number > limit:
+        cores = f"too many for {cpu_cores()} CPU core(s) without a CUDA device"
+        why = f"each process needs its own CUDA device, found {devices}" if devices else cores
+        raise InputError(f"--processes {requested}: {why}. Give {limit} or fewer")
     return number
 
 
 def run_ranks(number: int, arguments: Sequence[str]) -> LaunchOutcome:
-    """Run `hwopt ARGUMENTS` on `number` ranks of this host and return the outcome. No process of the launch is left running.
-
-    Raises KeyboardInterrupt or SystemExit after a signal, once all ranks have exited.
-    """
+    """Run `hwopt ARGUMENTS` on `number` ranks of this host and return the outcome. No process of the launch is left running."""
     signals.install_handlers()
     with tempfile.TemporaryDirectory(prefix="hwopt-launch-", ignore_cleanup_errors=True) as folder:
         launch_folder = Path(folder)
@@ -87,9 +75,8 @@ def run_ranks(number: int, arguments: Sequence[str]) -> LaunchOutcome:
                 outcome = LaunchOutcome(code, "interrupted" if code == EXIT_CODES[signal.SIGINT] else "terminated")
         except BaseException as error:
             kill_remaining(launch_folder)
-            record_outcome(
-                launch_folder, LaunchOutcome(signals.received() or exit_code_of(error), str(error) or type(error).__name__)
-            )
+            code = signals.received() or exit_code_of(error)
+            record_outcome(launch_folder, LaunchOutcome(code, str(error) or type(error).__name__))
             raise
         if outcome.exit_code:
             kill_remaining(launch_folder)
@@ -119,7 +106,8 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Launch
     launcher = ["--multi_gpu", "--num_processes", str(number), "--num_machines", "1", "--main_process_port", "0"]
     neutral = ["--mixed_precision", "no", "--dynamo_backend", "no", "--log_dir", str(launch_folder)]
     options = launch_command_parser().parse_args([*launcher, *neutral, "-m", "hwopt", *arguments])
-    with silent_logging(), patch_environment(**rank_environment(number, launch_folder)):
+    with patch_environment(**rank_environment(number, launch_folder)):
+        logging.disable(logging.CRITICAL)  # the launcher would log that it ends the other ranks, and a table of exit codes
         try:
             launch_command(options)
         except ChildFailedError as error:
@@ -128,11 +116,13 @@ def launch(number: int, arguments: Sequence[str], launch_folder: Path) -> Launch
             raise signals.exception_for(EXIT_CODES.get(error.sigval, EXIT_CODES[signal.SIGTERM])) from None
         except ValueError as error:
             raise InputError(f"Accelerate's launcher rejects its settings: {error}. See `accelerate env`") from error
+        finally:
+            logging.disable(logging.NOTSET)
     return launch_outcome(launch_folder, {})
 
 
 def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) -> LaunchOutcome:
-    """Return success if no rank failed and the run's status says so, else the cause of the failure."""
+    """Success if no rank failed and the run's status says so, else the cause of the failure."""
     folder = read_run_folder(launch_folder)
     if not failures and folder is not None and status_code(folder) == 0:
         return LaunchOutcome(0, "")
@@ -140,7 +130,7 @@ def launch_outcome(launch_folder: Path, failures: Mapping[int, ProcessFailure]) 
 
 
 def rank_environment(number: int, launch_folder: Path) -> dict[str, str]:
-    """Return the environment variables that the ranks get in addition to those of this process."""
+    """The environment variables that the ranks get in addition to those of this process."""
     import torch
 
     # this process handles SIGINT and SIGTERM; the launcher handles the others, unless they are ignored (nohup)
@@ -152,17 +142,6 @@ def rank_environment(number: int, launch_folder: Path) -> dict[str, str]:
     if not torch.cuda.device_count():
         variables["ACCELERATE_USE_CPU"] = "true"
     return variables
-
-
-@contextlib.contextmanager
-def silent_logging() -> Iterator[None]:
-    """Disable logging: the launcher would log that it ends the other ranks, and a table of exit codes."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(previous)
 
 
 def record_outcome(launch_folder: Path, outcome: LaunchOutcome) -> None:
@@ -182,15 +161,13 @@ def kill_remaining(launch_folder: Path) -> None:
 
 
 def read_run_folder(launch_folder: Path) -> Path | None:
-    """Return the run folder that rank 0 wrote to the launch folder, or None."""
-    try:
-        return Path((launch_folder / RUN_FOLDER_FILE).read_text(encoding="utf-8"))
-    except OSError:
-        return None
+    """The run folder that rank 0 wrote to the launch folder, or None."""
+    file = launch_folder / RUN_FOLDER_FILE
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def broadcast_folder(folder: Path, checkpoint: Path | None, code: int) -> tuple[Path, Path | None, int]:
-    """Return rank 0's arguments on every rank: ranks that look at different times may find different folders.
+    """Rank 0's arguments on every rank: ranks that look at different times may find different folders.
 
     Rank 0 of `run_ranks` also writes the run folder to the launch folder, unless it failed (`code` above 0).
     """

@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -50,27 +51,15 @@ def add_line(run: Any, **facts: Any) -> None:
 def command_line(words: list[str]) -> str:
     """The command of a process, as a shell takes it. The console script and `python -m hwopt` become "hwopt"."""
     for number, word in enumerate(words):
-        path = Path(word)
-        if word == "hwopt" and words[number - 1] == "-m":
-            return shlex.join(["hwopt", *words[number + 1 :]])
-        if number and path.name in ("hwopt", "hwopt.exe", "hwopt-script.py"):
+        if number and Path(word).name in ("hwopt", "hwopt.exe", "hwopt-script.py"):
             return shlex.join(["hwopt", *words[number + 1 :]])
     return shlex.join(words)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; [] without a file."""
-    return objects(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
-
-
-def objects(lines: str) -> list[dict[str, Any]]:
-    """The objects of JSON lines. An incomplete line, as a killed process leaves it, is left out."""
+    """The objects of a file of JSON lines, without an incomplete line, as a killed process leaves it; [] without a file."""
     found = []
-    for line in lines.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
     return found

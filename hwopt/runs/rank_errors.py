@@ -1,8 +1,7 @@
 """The errors of the ranks of one launch, and which of them is the cause.
 
-A rank writes its error to the file that torch elastic names in TORCHELASTIC_ERROR_FILE; the launcher reads the file back into
-`ProcessFailure.error_file_data` (https://docs.pytorch.org/docs/stable/elastic/errors.html). Elastic's `record` decorator and its
-rule "the earliest error is the cause" are not used: docs/decisions/0012-termination.md.
+A rank writes its error to the file that torch elastic names in TORCHELASTIC_ERROR_FILE and reads back into
+`ProcessFailure.error_file_data`. Elastic's rule "the earliest error is the cause" is wrong: docs/decisions/0012-termination.md.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class RankError(LaunchOutcome):
 
 
 def report_error(exit_code: int, message: str, *, secondhand: bool = False, killed_others: bool = False) -> bool:
-    """Write the error of this rank for `run_ranks`. Returns False if `run_ranks` did not start this process or the write failed.
-
-    After False, the caller prints the message itself.
-    """
+    """Write the error of this rank for `run_ranks`. False if it is none of its ranks, or not written: the caller prints it."""
     path = os.environ.get(ERROR_FILE)
     if LAUNCH_FOLDER not in os.environ or not path:
         return False
@@ -67,19 +63,14 @@ def report_error(exit_code: int, message: str, *, secondhand: bool = False, kill
     return True
 
 
-def reported_errors(failures: Mapping[int, ProcessFailure]) -> dict[int, RankError]:
-    """Return the errors that the failed ranks reported, by rank. A rank that was killed reports none."""
-    written = {rank: failure.error_file_data for rank, failure in failures.items()}
-    return {rank: RankError(**error) for rank, error in written.items() if "exit_code" in error}
-
-
 def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) -> LaunchOutcome:
-    """Return the error that made a launch fail.
+    """The error that made a launch fail.
 
     In this order: the rank whose watchdog killed the others, a rank that died without a report, the first error that no other
     rank caused, and a signal that a rank received.
     """
-    errors = reported_errors(failures)
+    written = {rank: failure.error_file_data for rank, failure in failures.items()}
+    errors = {rank: RankError(**error) for rank, error in written.items() if "exit_code" in error}  # none of a killed rank
     first_death = min((failure.timestamp for failure in failures.values()), default=0)
     killers = [error for error in errors.values() if error.killed_others and error.timestamp <= first_death + WATCHDOG_SECONDS]
     if killers:
@@ -93,14 +84,13 @@ def root_cause(failures: Mapping[int, ProcessFailure], run_folder: Path | None) 
         return first_error(own, run_folder)
     if errors and all(failure.exitcode in (-signal.SIGTERM, *EXIT_CODES.values()) for failure in failures.values()):
         return min(errors.values(), key=lambda error: error.timestamp)  # a signal to one rank stops all of them
-    codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items()))
-    return LaunchOutcome(
-        WorkerDiedError.exit_code, f"error: all ranks exited without an error report (exit codes: {codes or 'unknown'})"
-    )
+    codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in sorted(failures.items())) or "unknown"
+    message = f"error: all ranks exited without an error report (exit codes: {codes})"
+    return LaunchOutcome(WorkerDiedError.exit_code, message)
 
 
 def first_error(errors: list[RankError], run_folder: Path | None) -> LaunchOutcome:
-    """Return the earliest error that no other rank caused, else the earliest one."""
+    """The earliest error that no other rank caused, else the earliest one."""
     first = min(errors, key=lambda error: (error.secondhand or error.exit_code == WorkerDiedError.exit_code, error.timestamp))
     if first.secondhand and run_folder is not None:
         # the launcher ended the rank at fault before that rank could report; its message may be in status.json
@@ -111,12 +101,9 @@ def first_error(errors: list[RankError], run_folder: Path | None) -> LaunchOutco
 
 
 def describe_death(number: int) -> str:
-    """Return how a signal ended a rank, as the predicate of a sentence."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    if name == "SIGKILL":
+    """How a signal ended a rank, as the predicate of a sentence."""
+    if number == 9:
         option = option_for("num_workers")
         return f"was killed (SIGKILL). The system does this when the host is out of memory: try {option} = 0"
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
     return f"was ended by {name}. See its last output above"

@@ -1,14 +1,14 @@
-"""Reads a run folder into a RunRecord, whether the run is finished, trains, or was killed."""
+"""Reads a run folder into a RunRecord, whether the run is finished, trains, or was killed; or again and again until it ends."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.records.run_record import MetricRow, RunRecord
+from hwopt.records.run_record import RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
 from hwopt.runs.processes import METRICS, PROCESSES, read_json_lines
 from hwopt.runs.status import read_object, read_status, read_summary
@@ -22,29 +22,28 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def read_record(folder: Path, rows: Sequence[MetricRow] | None = None) -> RunRecord:
-    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read.
-
-    `rows`: those of its metrics.jsonl, if they are read already.
-    """
+def read_record(folder: Path) -> RunRecord:
+    """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read."""
     if folder.name in ("final", "plan.json") and is_run_folder(folder.parent):
         folder = folder.parent
+    shown = printable(str(folder))
     if not folder.is_dir():
-        raise InputError(f"{printable(str(folder))}: no such run folder. `ls runs` lists the runs of this folder")
+        raise InputError(f"{shown}: no such run folder. `ls runs` lists the runs of this folder")
     if not is_run_folder(folder):
-        raise InputError(
-            f"{printable(str(folder))} is not a run folder: it has no plan.json. Give a folder that `hwopt run` wrote"
-        )
+        raise InputError(f"{shown} is not a run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
+    plan = read_object(folder / "plan.json")
+    if not plan.keys() >= PLAN_KEYS:
+        raise InputError(f"{folder / 'plan.json'} is not a plan of hwopt, or it is corrupt")
     try:
-        plan = read_plan(folder / "plan.json")
         exit_code, message = read_status(folder)
+        rows = map(metric_values, read_json_lines(folder / METRICS))
         return RunRecord(
             folder,
             plan,
             read_json_lines(folder / PROCESSES),
-            metric_rows(read_json_lines(folder / METRICS)) if rows is None else rows,
+            [row for row in rows if row.get("step") is not None],
             read_evidence(folder / "evidence.json"),
-            {kind: size for kind, size in metric_values(read_object(folder / "memory.json")).items() if size is not None},
+            read_object(folder / "memory.json"),
             read_summary(folder),
             exit_code,
             message,
@@ -65,23 +64,10 @@ def read_records(folders: Sequence[Path]) -> list[RunRecord]:
     return records
 
 
-def metric_rows(lines: Sequence[dict[str, Any]]) -> list[MetricRow]:
-    """The rows of metrics.jsonl that have a step."""
-    return [row for line in lines if (row := metric_values(line)).get("step") is not None]
-
-
 def process_alive(folder: Path) -> bool | None:
     """Whether a process trains in `folder`; None if it is one of another host, which this host cannot see."""
     host = read_owner(folder).get("host") if folder.is_dir() else None
     return None if host not in (None, platform.node()) else in_use_on_this_host(folder)
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """The plan of a run. Raises InputError unless hwopt wrote it."""
-    plan = read_object(path)
-    if not plan.keys() >= PLAN_KEYS:
-        raise InputError(f"{path} is not a plan of hwopt, or it is corrupt")
-    return plan
 
 
 def read_evidence(path: Path) -> list[dict[str, Any]]:
@@ -107,3 +93,33 @@ def metric_values(line: dict[str, Any]) -> dict[str, float | None]:
         elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             found[key] = value
     return found
+
+
+GRACE = 3.0
+"""Seconds without a process and without an exit code after which a run counts as ended: a launcher may restart its ranks."""
+MAX_WARNINGS = 3
+
+
+def follow(folder: Path, interval: float, sleep: Callable[[float], None]) -> Iterator[RunRecord]:
+    """The record of the run every `interval` seconds, until the run has ended. The last one is that of the ended run.
+
+    Waits for the plan of a process that prepares its data. Raises InputError if `folder` is not a run folder.
+    """
+    missing = 0.0
+    while not is_run_folder(folder) and process_alive(folder):
+        sleep(interval)
+    while True:
+        record = read_record(folder)
+        missing = missing + interval if record.lost else 0.0
+        yield record
+        if missing > GRACE or (record.exit_code is not None and not record.alive):
+            return
+        sleep(interval)
+
+
+def last_warnings(folder: Path) -> list[str]:
+    """The last MAX_WARNINGS warnings of run.log."""
+    if not (folder / LOG).exists():
+        return []
+    lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.startswith("WARNING")][-MAX_WARNINGS:]

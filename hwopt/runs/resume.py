@@ -82,10 +82,9 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
     if found is not None:
         refuse_another_run(found, run.facts)
     done = completed_steps(run.folder) if (run.folder / "final").is_dir() else 0
-    complete = done > 0
-    if complete and (found is None or resume is True) and (done >= run.total_steps or stopped_early(run)):
+    if done and (found is None or resume is True) and (done >= run.total_steps or stopped_early(run)):
         raise AlreadyComplete(run)
-    if complete and found is None:
+    if done and found is None:
         raise InputError(
             f"{run.folder} is complete after {done:,} steps and has no checkpoint to resume from, to train to step "
             f"{run.total_steps:,}. Start over with --fresh, which keeps the old folder, or give another --name"

@@ -1,4 +1,4 @@
-"""`status.json` (exit code and message), `summary.json` (final metrics) and the other small JSON files of a run folder."""
+"""`status.json` (exit code and message), `summary.json` (final metrics) and other small JSON files of a run folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_status(folder: Path, exit_code: int | None, message: str) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} without a readable one."""
+    """The object in a JSON file; {} without a readable one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -26,21 +26,21 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_status(folder: Path) -> tuple[int | None, str]:
-    """Return the exit code and the message of `status.json`; (None, "") without a readable file."""
+    """The exit code and the message of `status.json`; (None, "") without a readable file."""
     status = read_object(folder / STATUS)
     return status.get("exit_code"), status.get("message", "")
 
 
 def status_code(folder: Path) -> int | None:
-    """Return the exit code in `status.json`; None while the run trains or without a readable file."""
+    """The exit code in `status.json`; None while the run trains or without a readable file."""
     return read_status(folder)[0]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the final metrics of a complete run; {} without a readable file."""
+    """The final metrics of a complete run; {} without a readable file."""
     return read_object(folder / SUMMARY)
 
 
 def completed_steps(folder: Path) -> int:
-    """Return the number of steps of a complete run; 0 for a run without a summary."""
+    """The number of steps of a complete run; 0 for a run without a summary."""
     return int(read_summary(folder).get("step", 0))

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,7 @@ class AsyncWriter:
     ) -> None:
         """Start to write `target`: a model of `weights` that `from_pretrained` opens, with `content` and `state`.
 
-        `then` runs in the thread when the folder is complete. Call `wait` first: one write runs at a time.
-        Raises StorageError if the disk has not enough free space.
+        `then` runs in the thread when the folder is complete. Call `wait` first. Raises StorageError if the disk has no space.
         """
         on_host = {name: copies(weight) for name, weight in weights.items()}
         require_space(target.parent, copies.bytes, target.name)
@@ -67,7 +66,7 @@ class AsyncWriter:
         self.submit(write_folder, target)
 
     def submit(self, write: Callable[[], None], target: Path | None = None) -> None:
-        """Run `write` in the thread. If it succeeds, `report` tells the run that `target` is saved."""
+        """Run `write` in the thread. If it succeeds, the run is told that `target` is saved."""
 
         def timed() -> None:
             began = time.monotonic()
@@ -84,26 +83,22 @@ class AsyncWriter:
         while self.run.engine.all_reduce_max(self.busy()) if all_ranks else self.busy():
             self.run.heartbeat()
         self.run.heartbeat()
-        last, self.last = self.last, None
-        if last is not None:
-            last.result()
-            self.report()
+        try:
+            self.check()
+        finally:
+            self.last = None
 
     def busy(self) -> int:
         """1 if something is still being written after HEARTBEAT_SECONDS, else 0, as soon as nothing is."""
         return int(self.last is not None and not wait([self.last], timeout=HEARTBEAT_SECONDS).done)
 
     def check(self) -> None:
-        """Raise the error of a failed write, report a finished one; does not wait."""
+        """Raise the error of a failed write, tell the run of a finished one; does not wait."""
         if self.last is not None and self.last.done():
             self.last.result()
-            self.report()
-
-    def report(self) -> None:
-        """Tell the run that the folder of the last write is saved."""
-        target, self.target = self.target, None
-        if target is not None:
-            self.run.was_saved(target)
+            target, self.target = self.target, None
+            if target is not None:
+                self.run.was_saved(target)
 
     def close(self) -> None:
         """Wait for the thread and end it."""
@@ -128,12 +123,10 @@ def write_state(folder: Path, content: Mapping[str, Any], state: Any) -> None:
     with ExitStack() as stack:
         find = tensors_of(folder, stack)
         for name in [name for name in tensors if name.startswith("engine/parameters/")]:
-            try:
+            with suppress(KeyError):  # an adapter's, or the second name of a tied parameter
                 written = find(name)
-            except KeyError:  # an adapter's, or the second name of a tied parameter
-                continue
-            if written.dtype == tensors[name].dtype and torch.equal(written, tensors[name]):
-                del tensors[name]
+                if written.dtype == tensors[name].dtype and torch.equal(written, tensors[name]):
+                    del tensors[name]
     save_file(unshared(tensors), folder / TENSORS)
     text = json.dumps({"format": FORMAT, **content, "state": tree}, indent=1)
     (folder / STATE).write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hwopt.errors import InputError
 from hwopt.saving.async_writer import AsyncWriter
-from hwopt.saving.plugin_state import named_by_class
+from hwopt.saving.plugin_state import named_by_class, restore_parts
 from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
 from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import find_corruption
@@ -34,13 +34,12 @@ class BestModel:
         self.latest: Metrics = {}
         """The metrics of the last evaluation."""
         self.details: dict[str, Any] = {}
-        """`Metrics.details` of the best evaluation."""
         self.metrics: Metrics = {}
-        """The metrics of the best evaluation."""
+        """Those of the best evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"metric": self.metric, "value": self.value, "step": self.step}
-        return own | {"evaluated": self.evaluated, "latest": self.latest, "details": self.details, "metrics": self.metrics}
+        kept = ("metric", "value", "step", "evaluated", "latest", "details", "metrics")
+        return {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.evaluated, self.latest = int(state["evaluated"]), dict(state["latest"])
@@ -79,10 +78,7 @@ class BestModel:
         return True
 
     def restore(self) -> None:
-        """Put the best weights and the plugins' state of that step back, unless they are the current ones. All ranks call it.
-
-        If `best-<step>/` is corrupt, the current weights stay, and no step is called the best.
-        """
+        """Put the best weights and the plugins' state of that step back, unless they are corrupt. All ranks call it."""
         self.run.accelerator.wait_for_everyone()
         if self.value is not None and self.step != self.run.step:
             folder = best_folder(self.run.folder, self.step)
@@ -91,16 +87,10 @@ class BestModel:
                 self.run.warn(f"{folder} is corrupt ({wrong}): final/ gets the weights of the last step instead of the best")
                 self.value = None
             else:
-                self._load(load_checkpoint(folder, verify=False).state)
+                state = load_checkpoint(folder, verify=False).state
+                self.run.engine.restore(state["engine"]["parameters"])
+                restore_parts(self.plugin_state, state.get("ranks", [{}]), self.run)
         self.run.accelerator.wait_for_everyone()
-
-    def _load(self, state: Any) -> None:
-        self.run.engine.restore(state["engine"]["parameters"])
-        ranks = state.get("ranks", [{}])
-        own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
-        for name, part in self.plugin_state.items():
-            if name in own:
-                part.load_state_dict(own[name])
 
 
 def best_metric(run: SavableRun) -> tuple[str, bool]:

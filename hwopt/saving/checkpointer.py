@@ -12,7 +12,7 @@ from hwopt.errors import InputError, StorageError
 from hwopt.saving import reader
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel
-from hwopt.saving.plugin_state import Stateful, named_by_class
+from hwopt.saving.plugin_state import Stateful, named_by_class, restore_parts
 from hwopt.saving.savable_run import SavableRun
 from hwopt.saving.save_timing import SaveTiming
 from hwopt.tensor_tree import HostCopies, map_tensors
@@ -44,20 +44,11 @@ class Checkpointer:
         try:
             self.run.engine.load_state(state["engine"])
             load_buffers(self.run.inner_model, state["buffers"])
-            ranks = state["ranks"]
-            own = ranks[self.run.rank] if len(ranks) == self.run.world_size else ranks[0]
-            for name, part in self.parts.items():
-                if name in own:
-                    part.load_state_dict(own[name])
+            restore_parts(self.parts, state["ranks"], self.run)
         except ValueError as error:
             raise InputError(
                 f"{checkpoint.folder} belongs to another model or optimizer: {error}. Give the job and the profile that wrote "
                 "it, or start over with --fresh"
-            ) from error
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise StorageError(
-                f"{checkpoint.folder}: its training state is not what hwopt writes ({type(error).__name__}: {error}). "
-                "Resume from another checkpoint with --resume-from, or start over with --fresh"
             ) from error
         if checkpoint.folder.parent.absolute() == self.run.folder.absolute():
             self.saved_step = self.run.step
@@ -93,7 +84,7 @@ class Checkpointer:
                 "best_step": self.best.step,
                 "evaluated": self.best.evaluated,
             }
-            self.writer.write(reader.checkpoint_folder(run.folder, run.step), content, state, weights, copies, then=self.prune)
+            self.writer.write(run.folder / f"checkpoint-{run.step}", content, state, weights, copies, then=self.prune)
 
     def emergency_save(self, all_ranks: bool) -> None:
         """Save the last complete step of a run that failed, if possible. An error is shown as a warning, not raised."""
@@ -113,14 +104,13 @@ class Checkpointer:
             return
         folder, limit = self.run.folder, self.run.training.save_total_limit
         checkpoints = reader.list_checkpoints(folder)
-        for old in checkpoints[limit:] if limit else []:
-            shutil.rmtree(old, ignore_errors=True)
-        referenced = {str(reader.read_metadata(path).get("best_step")) for path in reader.list_checkpoints(folder)}
-        if not best_is_final:
-            referenced.add(str(self.best.step))
-        for step, path in reader.best_folders(folder).items():
-            if str(step) not in referenced:
-                shutil.rmtree(path, ignore_errors=True)
+        kept = checkpoints[: limit or None]
+        referenced = {reader.read_metadata(path).get("best_step") for path in kept} | (
+            set() if best_is_final else {self.best.step}
+        )
+        unused = [path for step, path in reader.best_folders(folder).items() if step not in referenced]
+        for path in (*checkpoints[len(kept) :], *unused):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

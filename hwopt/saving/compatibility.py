@@ -14,15 +14,14 @@ from hwopt.text import truncate
 
 def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
     """The settings that changed since the checkpoint, which is allowed: "training.max_steps was 100 and is 200"."""
-    before = checkpoint.content.get("settings")
-    before = before if isinstance(before, dict) else {}
+    before = checkpoint.content["settings"]
     changed = [
         f"{key} was {truncate(before[key])} and is {truncate(value)}"
         for key, value in settings.items()
         if key in before and before[key] != value
     ]
     now, then = (plugins_of(each) for each in (settings, before))
-    changed += [f"{name} is new" for name in sorted(now - then) if before]
+    changed += [f"{name} is new" for name in sorted(now - then)]
     return changed + [f"{name} was removed" for name in sorted(then - now)]
 
 
@@ -33,8 +32,7 @@ def plugins_of(settings: Mapping[str, Any]) -> set[str]:
 
 def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
     """Raise InputError if `checkpoint` belongs to another run, one with other data, steps or weights."""
-    before = checkpoint.content.get("facts")
-    before = before if isinstance(before, dict) else {}
+    before = checkpoint.content["facts"]
     advice = {
         "rows a step": f"Keep the effective batch: --set {option_for('effective_batch_size')}={{0}}",
         "samples": "The data or data.max_length changed. Give the same, or start over with --fresh",
@@ -49,22 +47,17 @@ def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None
                 f"{checkpoint.folder}: {key} was {before.get(key)} and is now {facts.get(key)}. "
                 f"The run would not continue the same steps. {hint.format(before.get(key))}"
             )
-    now, then = facts["method"], before.get("method")
-    then = then if isinstance(then, dict) else {}
+    now, then = facts["method"], before["method"]
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             raise InputError(
                 f"{checkpoint.folder}: {key} was {truncate(then.get(key))} and is now {truncate(now.get(key))}. "
                 f"Changing {key} changes the model or the training. Keep it, or start over with --fresh"
             )
-    frozen = before.get("frozen")
-    if isinstance(frozen, list) and len(frozen) == len(facts["frozen"]) and not all(map(nearly_equal, frozen, facts["frozen"])):
+    frozen = before["frozen"], facts["frozen"]
+    equal = (math.isclose(*pair, rel_tol=0.01, abs_tol=1e-6) for pair in zip(*frozen, strict=False))  # up to half precision
+    if len(frozen[0]) == len(frozen[1]) and not all(equal):
         raise InputError(
             f"{checkpoint.folder}: the frozen weights of model.name changed since the checkpoint. "
             "Give the same model folder, or set model.revision to the revision used before"
         )
-
-
-def nearly_equal(before: object, now: float) -> bool:
-    """Whether two weights are equal up to the rounding of half precision."""
-    return isinstance(before, float) and math.isclose(before, now, rel_tol=0.01, abs_tol=1e-6)

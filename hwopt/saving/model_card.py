@@ -31,14 +31,14 @@ def model_card(run: SavableRun, summary: Mapping[str, Any], best_metrics: Mappin
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag=run.task.pipeline_tag,
-        base_model=None if job.model.name is None or is_local(job.model.name) else job.model.name,
+        base_model=None if job.model.name is None or Path(job.model.name).exists() else job.model.name,
         tags=["hwopt"],
         **base,
     )
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {plain(name)}",
-        origin(run) + license_note(run, base),
+        origin(run, base),
         loading(run),
         *section("Data", ("part", "source", "samples"), data_rows(run)),
         *section("Results", *results(best_metrics, summary)),
@@ -51,29 +51,14 @@ def model_card(run: SavableRun, summary: Mapping[str, Any], best_metrics: Mappin
 
 def base_license(model: Any) -> dict[str, Any]:
     """The license of the base model by the metadata of its card; {} if it is not known."""
-    if model.name is None:
-        return {}
     from huggingface_hub import metadata_load
 
     try:
-        path = find_model_file(model.name, "README.md", model.revision)
-        found = metadata_load(Path(path)) if path is not None else None
+        path = model.name and find_model_file(model.name, "README.md", model.revision)
+        found = (path and metadata_load(Path(path))) or {}
     except Exception:  # no card, or one that is damaged: the hub client, YAML and the system each raise their own
         return {}
-    found = found if isinstance(found, dict) else {}
     return {key: found[key] for key in LICENSE_KEYS if isinstance(found.get(key), str)}
-
-
-def license_note(run: SavableRun, base: Mapping[str, Any]) -> str:
-    """A sentence about the license of the base model, if there is one."""
-    if run.plan.job.model.name is None:
-        return ""
-    return f" License of the base model: {plain(str(base.get('license', 'unknown')))}."
-
-
-def is_local(name: str) -> bool:
-    """Whether the model `name` is a folder."""
-    return Path(name).exists()
 
 
 def shown_source(source: str) -> str:
@@ -82,16 +67,17 @@ def shown_source(source: str) -> str:
     return Path(source).name if local else source
 
 
-def origin(run: SavableRun) -> str:
-    """A sentence that says which model was trained, for what, and with which profile."""
-    model, task = run.plan.job.model, run.task.kind
-    base = code(shown_source(model.name)) if model.name else f"a {plain(model.label)} model"
-    start = "Fine-tuned from" if model.name else "Trained from random weights:"
-    return f"{start} {base} for {task} with hwopt {version('hwopt')}, profile {code(run.plan.profile.name)}."
+def origin(run: SavableRun, base: Mapping[str, Any]) -> str:
+    """Sentences that say which model was trained, for what, with which profile, and the license of its base model."""
+    model = run.plan.job.model
+    how = f"for {run.task.kind} with hwopt {version('hwopt')}, profile {code(run.plan.profile.name)}."
+    if not model.name:
+        return f"Trained from random weights: a {plain(model.label)} model {how}"
+    license = plain(str(base.get("license", "unknown")))
+    return f"Fine-tuned from {code(shown_source(model.name))} {how} License of the base model: {license}."
 
 
 def loading(run: SavableRun) -> str:
-    """Code that loads the model."""
     if not hasattr(run.skeleton, "save_pretrained"):
         return (
             "## Use\n\nThe class of this model has no `save_pretrained`: build the model in Python and load `model.safetensors` "
@@ -116,17 +102,16 @@ def data_rows(run: SavableRun) -> Iterator[tuple[str, str, str]]:
 
 def results(best_metrics: Mapping[str, float], summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
     """(columns, rows) of the metrics of the saved weights, on the evaluation data and on the test data if there are any."""
-    parts = {"evaluation": numbers("eval_", best_metrics), "test": numbers("test_", summary)}
-    parts = {name: values for name, values in parts.items() if values}
-    metrics = dict.fromkeys(metric for values in parts.values() for metric in values)
-    rows = [(name, *(f"{values[name]:.4f}" if name in values else "" for values in parts.values())) for name in metrics]
+    found = {"evaluation": numbers("eval_", best_metrics), "test": numbers("test_", summary)}
+    parts = {name: values for name, values in found.items() if values}
+    rows = [(name, *(values.get(name, "") for values in parts.values())) for name in found["evaluation"] | found["test"]]
     return ["metric", *parts], rows
 
 
-def numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of `values` that begin with `prefix`, without it and without timing."""
+def numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics of `values` that begin with `prefix`, without it and without timing, as texts."""
     return {
-        name.removeprefix(prefix): value
+        name.removeprefix(prefix): f"{value:.4f}"
         for name, value in values.items()
         if name.startswith(prefix) and isinstance(value, int | float) and not name.endswith(TIMING)
     }

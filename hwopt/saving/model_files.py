@@ -35,26 +35,20 @@ def skeleton_of(model: Any) -> Any:
     return skeleton
 
 
-def write_state_dict(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write `weights` as model.safetensors. Tensors that share memory are written once each."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: weight.detach().clone().contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
-
-
 def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the config of `model`, `weights` instead of its own weights, and the run's tokenizer to `folder`.
 
     Of a model without `save_pretrained`, only the state dict and the tokenizer are written.
     """
+    run.prepared.tokenizer.save_pretrained(folder)
     if not hasattr(model, "save_pretrained"):
-        write_state_dict(weights, folder)
-        run.prepared.tokenizer.save_pretrained(folder)
+        from safetensors.torch import save_file
+
+        separate = {name: weight.detach().clone().contiguous() for name, weight in weights.items()}  # they may share memory
+        save_file(separate, folder / "model.safetensors")
         return
     dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     model.save_pretrained(folder, state_dict=weights)
-    run.prepared.tokenizer.save_pretrained(folder)
     config = folder / "config.json"
     if config.is_file():  # an adapter has no config.json
         content = json.loads(config.read_text(encoding="utf-8"))

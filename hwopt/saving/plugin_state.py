@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from hwopt.saving.savable_run import SavableRun
 
 
 class Stateful(Protocol):
@@ -20,3 +22,11 @@ def named_by_class(parts: Iterable[Any]) -> dict[str, Stateful]:
         kind = f"plugins/{type(part).__module__}.{type(part).__qualname__}"
         named[f"{kind}/{sum(name.startswith(f'{kind}/') for name in named)}"] = part
     return named
+
+
+def restore_parts(parts: Mapping[str, Stateful], ranks: Sequence[Mapping[str, Any]], run: SavableRun) -> None:
+    """Load into `parts` what this rank saved; with another number of ranks what the first one saved."""
+    own = ranks[run.rank] if len(ranks) == run.world_size else ranks[0]
+    for name, part in parts.items():
+        if name in own:
+            part.load_state_dict(own[name])

@@ -60,7 +60,8 @@ def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
     """
     from safetensors import safe_open
 
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
+    paths = sorted(folder.glob("[!.]*.safetensors"), key=lambda path: (path.name != TENSORS, path.name))
+    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
     places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
 
     def find(name: str) -> Tensor:
@@ -71,22 +72,16 @@ def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
     return find
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`, the training state's first."""
-    files = (path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    return sorted(files, key=lambda path: (path.name != TENSORS, path.name))
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, newest first, valid or corrupt."""
-    checkpoints = [
-        path for path in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name) and path_kind(path) == "folder"
-    ]
-    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    found = numbered(folder, "checkpoint")
+    return [found[step] for step in sorted(found, reverse=True) if path_kind(found[step]) == "folder"]
 
 
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    return folder / f"checkpoint-{step}"
+def numbered(folder: Path, name: str) -> dict[int, Path]:
+    """Step -> `<name>-<step>` in `folder`."""
+    matches = {path: re.fullmatch(rf"{name}-(\d{{1,12}})", path.name) for path in folder.glob(f"{name}-*")}
+    return {int(match[1]): path for path, match in matches.items() if match}
 
 
 def best_folder(folder: Path, step: int) -> Path:
@@ -95,14 +90,7 @@ def best_folder(folder: Path, step: int) -> Path:
 
 def best_folders(folder: Path) -> dict[int, Path]:
     """Step -> folder of best weights."""
-    matches = {path: re.fullmatch(r"best-(\d{1,12})", path.name) for path in folder.glob("best-*")}
-    return {int(match[1]): path for path, match in matches.items() if match}
-
-
-def interrupted_writes(folder: Path) -> list[Path]:
-    """The folders of a run folder that a killed process was writing, for `repair_interrupted_write`."""
-    left = (re.fullmatch(r"\.((checkpoint|best)-\d{1,12}|final)\.(partial|old)", path.name) for path in folder.glob(".*"))
-    return [folder / name for name in sorted({match[1] for match in left if match})]
+    return numbered(folder, "best")
 
 
 def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
@@ -119,7 +107,7 @@ def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
             raise StorageError(f"{folder} holds step {content['step']}, unlike its name")
     except FileNotFoundError as error:
         raise StorageError(f"{folder} has a model, but no {STATE} to resume from") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{folder / STATE} cannot be read ({error})") from error
     return Checkpoint(folder, content)
 
@@ -129,8 +117,9 @@ def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None
 
     Corrupt ones are renamed, with a warning. Raises StorageError if all are corrupt, or were found corrupt earlier.
     """
-    for target in interrupted_writes(folder):
-        repair_interrupted_write(target)
+    left = (re.fullmatch(r"\.((?:checkpoint|best)-\d{1,12}|final)\.(?:partial|old)", path.name) for path in folder.glob(".*"))
+    for name in sorted({match[1] for match in left if match}):  # what a killed process was writing
+        repair_interrupted_write(folder / name)
     last_reason = ""
     for path in list_checkpoints(folder):
         reason = find_corruption(path)
@@ -148,9 +137,7 @@ def latest_valid(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None
 
 def copy_best(checkpoint: Checkpoint, folder: Path) -> None:
     """Copy the best weights that `checkpoint` refers to into `folder`, for a run that resumes there. Skips corrupt ones."""
-    step = checkpoint.content.get("best_step")
-    if not isinstance(step, int):
-        return
+    step = checkpoint.content["best_step"]
     source = best_folder(checkpoint.folder.parent, step)
     if source.is_dir() and not find_corruption(source):
         with staged(best_folder(folder, step), folder_bytes(source)) as copy:
@@ -190,9 +177,9 @@ def read_metadata(folder: Path) -> Mapping[str, Any]:
     """
     for path in [folder, *list_checkpoints(folder)] if path_kind(folder) == "folder" else []:
         try:
-            content = json.loads((path / STATE).read_text(encoding="utf-8"))
-            if isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("decided", {}), dict):
+            content: Mapping[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+            if content.get("format") == FORMAT:
                 return content
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, AttributeError):
             continue
     return {}

@@ -15,17 +15,8 @@ if TYPE_CHECKING:
     from hwopt.saving.reader import Checkpoint
 
 
-class ProgressView(Protocol):
-    """How far the run is; `hwopt.training.run.Progress` says what the fields mean."""
-
-    between_steps: bool
-    peers_lost: bool
-
-    def state_dict(self) -> dict[str, int]: ...
-
-
 class SavableRun(RunView, Protocol):
-    """A run whose weights and training state can be written to its folder."""
+    """A run whose weights and training state can be written to its folder; `hwopt.training.run.Run` says what the rest means."""
 
     folder: Path
     engine: Any
@@ -41,21 +32,9 @@ class SavableRun(RunView, Protocol):
     @property
     def recipe(self) -> Recipe: ...
     @property
-    def progress(self) -> ProgressView: ...
-
+    def progress(self) -> Any: ...
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What must be equal for a run to resume from its checkpoint."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights as they are written to disk."""
-        ...
-
-    def heartbeat(self) -> None:
-        """Tell the watchdog that the run is alive."""
-        ...
-
-    def was_saved(self, folder: Path) -> None:
-        """Tell the listener and the plugins that `folder` is complete on disk."""
-        ...
+    def facts(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def heartbeat(self) -> None: ...
+    def was_saved(self, folder: Path) -> None: ...

@@ -57,7 +57,7 @@ class SaveTiming:
         needed, free = sum(state_size(self.run)), host_memory()[1]
         if needed <= HOST_SHARE * free:
             return True
-        self.saved_at = time.monotonic()
+        self.saved()
         if not self.said_room:
             self.said_room = True
             self.run.warn(

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hwopt.planning.plan import Plan
-from hwopt.trials.bench_rows import BenchRow
-from hwopt.trials.processes import Launch
 from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
-from hwopt.trials.trial import Outcome, run_trial
-from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, effect_between, loss_obstacle
+from hwopt.trials.trial import Launch, Outcome, Progress, run_trial
+from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
 
 FIRST_STEPS = 8
 """Steps of the first round: the losses of later steps drift apart by rounding alone."""
@@ -40,17 +39,54 @@ class BenchEffort:
     """After so many seconds a trial is killed."""
 
 
-class BenchListener:
-    """Hears what is measured next. Does nothing by default."""
+@dataclass(frozen=True)
+class BenchRow:
+    """A variant. Figures are medians of the rounds; None: not measured."""
 
-    def on_plan(self, name: str) -> None:
-        """The variant `name` is planned."""
+    name: str
+    role: Role
+    reference: str = ""
+    """The variant that its speed is compared with."""
+    rounds: int = 0
+    rows_per_step: int | None = None
+    seconds_per_step: float | None = None
+    seconds_per_epoch: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    """Real tokens, without padding."""
+    peak_gib: float | None = None
+    speedup: Speedup | None = None
+    loss: str = ""
+    """The losses, compared with those of the reference."""
+    loss_agrees: bool | None = None
+    """Whether they agree as far as the plugin promises; None: not compared, or it promises nothing."""
+    ending: str = "completed"
+    """completed, not applied here, does not fit, or how its trial failed."""
+    note: str = ""
+    """Why it was not measured, and what else there is to say."""
 
-    def on_round(self, number: int, rounds: int) -> None:
-        """Round `number` begins; 0 is the round without dropout."""
+    def to_dict(self) -> dict[str, Any]:
+        found, figures = self.speedup, ("value", "low", "high", "rounds", "clear")
+        return asdict(self) | {"speedup": found and {name: getattr(found, name) for name in figures}}
 
-    def on_trial(self, name: str, number: int, rounds: int, seconds_left: float | None) -> None:
-        """The trial of the variant `name` begins. `seconds_left`: an estimate for the rest of the bench."""
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench as reports show it. `facts`: job, profile, baseline, machine, versions, date."""
+
+    rows: Sequence[BenchRow]
+    facts: Mapping[str, str]
+    memory_kind: str = ""
+    notes: Sequence[str] = ()
+
+    def row(self, role: Role) -> BenchRow | None:
+        """The first row with this role."""
+        return next((row for row in self.rows if row.role == role), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `hwopt bench --format json` prints."""
+        found = {"facts": dict(self.facts), "memory_kind": self.memory_kind, "notes": list(self.notes)}
+        return found | {"variants": [row.to_dict() for row in self.rows]}
 
 
 class Benchmark:
@@ -63,7 +99,7 @@ class Benchmark:
         effort: BenchEffort,
         folder: Path,
         launcher: Callable[[], AbstractContextManager[Launch]],
-        progress: BenchListener,
+        progress: Progress,
     ) -> None:
         self.job, self.effort, self.folder = job, effort, folder
         self.candidates = {candidate.name: candidate for candidate in candidates}
@@ -81,19 +117,22 @@ class Benchmark:
             names = self.unfinished()
             if not names:
                 return
-            self.progress.on_round(number, self.effort.rounds)
+            what = f"round {number} of {self.effort.rounds}" if number else "comparing losses without dropout"
+            self.progress.announce(what)
             with self.launcher() as launch:
                 for place, name in enumerate(rotated(names, number)):
                     left = (len(names) - place) + len(names) * (self.effort.rounds - number)
-                    self.progress.on_trial(name, number, self.effort.rounds, self.estimate(left))
+                    self.progress.show(f"{what}: {name}{self.time_left(left)}")
                     self.measure(name, number, launch)
 
-    def estimate(self, trials: int) -> float | None:
-        """Seconds that `trials` trials take; None before there is one."""
-        return median(self.trial_seconds[-8:]) * trials if self.trial_seconds else None
+    def time_left(self, trials: int) -> str:
+        """What `trials` trials take at most, in words; "" before there is one."""
+        if not self.trial_seconds:
+            return ""
+        seconds = median(self.trial_seconds[-8:]) * trials
+        return f", at most {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'} left"
 
     def measure(self, name: str, number: int, launch: Launch) -> None:
-        """Run one trial of the variant `name`."""
         candidate, folder = self.candidates[name], self.folder / f"{number}-{len(self.trial_seconds)}"
         variant = replace(candidate.variant, without_dropout=number == 0)
         steps = FIRST_STEPS if number == 0 else self.steps_of(candidate)
@@ -129,7 +168,6 @@ class Benchmark:
         return [name for name in running if name in open_ or name in needed]
 
     def speedup(self, name: str) -> Speedup | None:
-        """The speed of a variant over that of its reference."""
         reference = self.candidates[name].reference
         if reference not in self.candidates:
             return None
@@ -138,11 +176,9 @@ class Benchmark:
 
     def speeds(self, name: str) -> dict[int, float]:
         """Round -> samples per second."""
-        found = {number: outcome.rate("samples") for number, outcome in self.measured[name].items()}
-        return {number: speed for number, speed in found.items() if speed}
+        return {number: speed for number, outcome in self.measured[name].items() if (speed := outcome.rate("samples"))}
 
     def rows(self) -> list[BenchRow]:
-        """The rows of the table, in the order of the candidates."""
         return [self.row(candidate) for candidate in self.candidates.values()]
 
     def row(self, candidate: PlannedVariant) -> BenchRow:
@@ -156,9 +192,9 @@ class Benchmark:
         loss, agrees = self.loss_of(candidate)
         ending, note = self.ending_of(candidate)
         return BenchRow(
-            name=name,
-            role=candidate.role,
-            reference=candidate.reference,
+            name,
+            candidate.role,
+            candidate.reference,
             rounds=len(outcomes),
             rows_per_step=None if candidate.plan is None else candidate.plan.batch.step,
             seconds_per_step=middle(outcome.seconds_per_step for outcome in outcomes),
@@ -175,16 +211,17 @@ class Benchmark:
 
     def loss_of(self, candidate: PlannedVariant) -> tuple[str, bool | None]:
         """The losses of a variant against those of its reference, in words, and whether they agree."""
-        reference = self.candidates.get(candidate.reference)
         own, other = self.first.get(candidate.name), self.first.get(candidate.reference)
-        if reference is None or own is None or other is None or candidate.plan is None or reference.plan is None:
+        if own is None or other is None:
             return "", None
-        if obstacle := loss_obstacle(candidate.plan, reference.plan):
+        ours, theirs = candidate.plan, self.candidates[candidate.reference].plan
+        assert ours is not None
+        assert theirs is not None
+        if obstacle := loss_obstacle(ours, theirs):
             return f"not compared: {obstacle}", None
-        return parity(effect_between(candidate.plan, reference.plan), own.losses, other.losses)
+        return parity(effect_between(ours, theirs), own.losses, other.losses)
 
     def ending_of(self, candidate: PlannedVariant) -> tuple[str, str]:
-        """How the variant ended, and what to say of it."""
         if not candidate.runs:
             return candidate.ending, candidate.note
         if (failure := self.failed.get(candidate.name)) is not None:

@@ -1,8 +1,4 @@
-"""The program of a trial: plans the variant, builds its run, and trains a few steps without evaluations, saves and `final/`.
-
-The files of a run folder are written as in every run, so that its readers read a trial too. `main` is the program of a new
-interpreter; `serve` that of a fork server.
-"""
+"""The program of a trial: plans the variant, builds its run, and trains a few steps without evaluations, saves and `final/`."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, exit_code_of
-from hwopt.runs.status import write_status
+from hwopt.runs.status import read_object, write_status
 from hwopt.system import fork_server
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.fork_server import end_with, import_modules
-from hwopt.trials.trial import OUTPUT, RESULT, read_request
+from hwopt.trials.trial import OUTPUT, REQUEST, RESULT
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -29,13 +25,13 @@ LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.initializatio
 
 
 def main(folder: str, parent: str) -> None:
-    """Run the trial of `folder`, and end with its exit code, or with the process `parent`."""
+    """The program of a new interpreter: run the trial of `folder`, and end with its exit code, or with the process `parent`."""
     end_with(int(parent))
     sys.exit(run(Path(folder)))
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Import the libraries; then run a trial in a fork for each folder that the connection on the file `descriptor` names."""
+    """The program of a fork server: import the libraries; then run a trial in a fork for each folder that it is asked for."""
     fork_server.serve(descriptor, parent, lambda _: import_modules(LIBRARIES), run_forked, import_modules)
 
 
@@ -52,7 +48,7 @@ def run(folder: Path) -> int:
     """Run the trial of `folder`; returns its exit code. status.json says why it failed."""
     warnings.simplefilter("ignore")
     try:
-        train_variant(folder, read_request(folder))
+        train_variant(folder, read_object(folder / REQUEST))
     except BaseException as error:
         code = exit_code_of(error) or 1
         message = str(error) if isinstance(error, HwoptError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,6 @@
 """The rounds of a bench as pure functions: in which order variants are measured, when one is clear, and whether losses agree.
 
-Speeds drift with temperature, clocks and other programs. So each round measures every variant once, the order rotates, and only
-ratios within a round are compared. A second copy of the baseline shows how far two equal variants differ: the noise floor.
+Speeds drift with temperature and clocks: only ratios within a round count. Two copies of the baseline show the noise.
 """
 
 from __future__ import annotations
@@ -61,13 +60,8 @@ def is_clear(values: Sequence[float], floor: Sequence[float]) -> bool:
     """
     if min(len(values), len(floor)) < LEAST_ROUNDS:
         return False
-    one_side = min(values) > 1 or max(values) < 1
-    return one_side and min(map(distance, values)) > max(map(distance, floor))
-
-
-def distance(ratio: float) -> float:
-    """How far a ratio is from 1, in both directions alike."""
-    return abs(math.log(ratio))
+    ours, noise = ([math.log(ratio) for ratio in ratios] for ratios in (values, floor))
+    return (min(ours) > 0 or max(ours) < 0) and min(map(abs, ours)) > max(map(abs, noise))
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
@@ -105,5 +99,4 @@ def parity(
 
 def strongest(effects: Sequence[MeasuredEffect]) -> MeasuredEffect:
     """The effect that changes most; "bits" for none."""
-    order: Sequence[MeasuredEffect] = ("bits", "rounding", "method")
-    return max(effects, key=order.index, default="bits")
+    return max(effects, key=("bits", "rounding", "method").index, default="bits")

@@ -1,17 +1,7 @@
 """Search: the fastest setting of a plan, in few trials. It measures through a callable, and asks the planner through another.
 
 A setting is a choice for each axis: micro-batch, workers, prefetch, checkpointing, compilation, attention kernel. This is a
-coordinate search in the order of the forecast. The first trial is the start. Each further one changes an axis of the fastest
-trial so far: the change that the forecast expects to gain most. Of two changes that it expects to be equal, more rows are tried.
-
-* Sizes begin with the largest one that fits and go halfway back to the fastest one.
-* What saves memory is tried with the largest micro-batch that it makes room for, and what takes memory with one that still fits.
-* Data workers are only added while the loop waits for data.
-
-Nothing is tried that the planner says does not fit, that the forecast makes 1.5 times slower, that needs as much memory as what
-ran out of it, or that has the choices with which a trial crashed. The search ends when no change is left, or after 12 trials.
-Its result is the fastest trial that is clearly faster than the start: the 95 % interval of the ratio is above 1.
-docs/decisions/0018-search-of-tune.md compares it with two other methods.
+coordinate search in the order of the forecast; docs/tune.md has its rules, docs/decisions/0018-search-of-tune.md its figures.
 """
 
 from __future__ import annotations
@@ -28,8 +18,7 @@ TRIALS = 12
 WAITS = 0.02
 """Below this part of the time the loop does not wait for data: a faster input gains nothing."""
 SLOWER = 1.5
-"""A setting that the forecast makes slower by more is not tried. A roofline does not know that small micro-batches use a device
-badly, so it may be wrong about what makes room for larger ones."""
+"""A setting that the forecast makes slower by more is not tried. It does not know that small micro-batches use a device badly."""
 LARGER = 0.2
 """The part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast."""
 UNKNOWN_NOISE_GAIN = 1.05
@@ -95,10 +84,6 @@ class Measurement:
         assert units, "it did not fail"
         return 1 / units
 
-    def over(self, other: Measurement) -> Ratio | None:
-        """The ratio of the speeds."""
-        return rate_ratio(self.windows, other.windows, self.unit)
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -123,10 +108,7 @@ class Search:
     plans: dict[Setting, Forecast | None] = field(default_factory=dict)
 
     def run(self) -> Ending:
-        """Search, and return why the search ended. `best` and `trials` have what was found, also after an exception.
-
-        If the start fails, only its trial is there.
-        """
+        """Search, and return why the search ended. `best` and `trials` have what was found, also after an exception."""
         if self.tries(self.start).measurement.failure is not None:
             return "plateau"
         while len(self.trials) < self.limit:
@@ -145,6 +127,10 @@ class Search:
         """The trials that did not fail."""
         return [trial for trial in self.trials if trial.measurement.failure is None]
 
+    def failed(self, *kinds: Failure) -> list[Setting]:
+        """The settings of the trials that failed in one of these ways."""
+        return [trial.setting for trial in self.trials if trial.measurement.failure in kinds]
+
     @property
     def winner(self) -> Trial:
         """The fastest trial of those that are clearly faster than the start; else the first one."""
@@ -156,15 +142,13 @@ class Search:
         return self.winner.setting if self.trials else self.start
 
     def tries(self, setting: Setting) -> Trial:
-        """Measure `setting`."""
         measurement = self.measure(setting)
         start = self.trials[0].measurement if self.trials else measurement
-        trial = Trial(len(self.trials) + 1, setting, measurement, measurement.over(start))
+        ratio = rate_ratio(measurement.windows, start.windows, measurement.unit)
+        trial = Trial(len(self.trials) + 1, setting, measurement, ratio)
         self.trials.append(trial)
         self.on_trial(trial)
         return trial
-
-    # what to try next
 
     def next(self) -> Setting | None:
         """The change of the fastest trial that is expected to gain most, those of the input first; None if none is left."""
@@ -195,7 +179,7 @@ class Search:
     def sizes(self, trial: Trial, number: int) -> Iterator[int]:
         """The sizes to try beside `trial`: the largest that fits, or halfway back from what was slower; if none was, one less."""
         here = trial.setting[number]
-        beside = {each.setting[number] for each in self.trials if changes(each.setting, trial.setting) <= 1} - {here}
+        beside = {each.setting[number] for each in self.trials if sum(map(ne, each.setting, trial.setting)) <= 1} - {here}
         slower = min((size for size in beside if size > here), default=None)
         larger = range(here + 1, self.axes[number].choices if slower is None else slower)
         fitting = [size for size in larger if slower is not None or self.fits(with_choice(trial.setting, number, size))]
@@ -213,8 +197,6 @@ class Search:
         resized = (with_choice(setting, number, size) for size in range(largest, -1, -1))
         return next(filter(self.fits, resized), setting)
 
-    # what the planner and the trials rule out
-
     def plan(self, setting: Setting) -> Forecast | None:
         """The forecast of `setting`; None if it is not a plan, or another training."""
         if setting not in self.plans:
@@ -224,7 +206,7 @@ class Search:
     def fits(self, setting: Setting) -> bool:
         """Whether `setting` is a plan that may fit, by the forecast and by the trials that ran out of memory."""
         plan = self.plan(setting)
-        failed = [trial.setting for trial in self.trials if trial.measurement.failure == "out of memory"]
+        failed = self.failed("out of memory")
         return plan is not None and plan.fits is not False and not any(self.needs_as_much(setting, each) for each in failed)
 
     def needs_as_much(self, setting: Setting, failed: Setting) -> bool:
@@ -239,10 +221,9 @@ class Search:
         """Whether `setting` does not fit, is the plan of a trial, or has what may have made a trial crash."""
         plan = self.plan(setting)
         measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
-        crashed = [trial.setting for trial in self.trials if trial.measurement.failure in ("crash", "time limit")]
         if plan is None or plan.plan in measured or not self.fits(setting):
             return True
-        return any(self.crashes(setting, each) for each in crashed)
+        return any(self.crashes(setting, each) for each in self.failed("crash", "time limit"))
 
     def crashes(self, setting: Setting, failed: Setting) -> bool:
         """Whether `setting` has a choice of `failed` that no trial had without a failure."""
@@ -258,9 +239,7 @@ class Search:
 
     def doublings(self, setting: Setting, of: Setting) -> float:
         """How often the sizes of `of` are doubled in `setting`; a size without a number counts by its place."""
-        axes = [
-            (axis, new, old) for axis, new, old in zip(self.axes, setting, of, strict=True) if axis.ordered and not axis.input
-        ]
+        axes = [each for each in zip(self.axes, setting, of, strict=True) if each[0].ordered and not each[0].input]
         return sum(math.log2(axis.values[new] / axis.values[old]) if axis.values else new - old for axis, new, old in axes)
 
 
@@ -272,11 +251,6 @@ def faster_inputs(axis: Axis, here: int, wait: float) -> Iterator[int]:
     workers = axis.values if axis.parallel else ()
     enough = [choice for choice in larger if workers and workers[choice] >= (workers[here] or wait) / (1 - wait)]
     yield enough[0] if enough else larger[-1]
-
-
-def changes(setting: Setting, other: Setting) -> int:
-    """The number of axes in which two settings differ."""
-    return sum(map(ne, setting, other))
 
 
 def with_choice(setting: Setting, axis: int, choice: int) -> Setting:

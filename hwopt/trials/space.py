@@ -34,8 +34,7 @@ class Dimension:
     def axis(self) -> Axis:
         scale = self.scale
         sizes = self.sizes if scale.ordered else ()
-        number = len(scale.choices)
-        return Axis(number, scale.present, scale.ordered, scale.input, scale.parallel, sizes)
+        return Axis(len(scale.choices), scale.present, scale.ordered, scale.input, scale.parallel, sizes)
 
     @property
     def sizes(self) -> tuple[float, ...]:
@@ -44,10 +43,6 @@ class Dimension:
         if len(numbers) != len(self.changed) or not all(type(each) in (int, float) for each in numbers):
             return ()
         return tuple(float(number) for number in numbers)
-
-    def changes(self, choice: int) -> Mapping[str, Any]:
-        """The options that a choice changes; {} for the present one."""
-        return {} if choice == self.scale.present else self.changed[choice]
 
     def described(self, choice: int) -> str:
         """The choice for a reader: "batch.train = 32", "checkpointing off"."""
@@ -63,16 +58,15 @@ def dimensions_of(plan: Plan, registry: Registry) -> list[Dimension]:
     """What the plugins offer for `plan`, the applied ones first. A broken plugin that is not applied is ignored."""
     applied = [entry.name for entry in plan.applied()]
     found = []
-    for name in (*applied, *(name for name in registry.names if name not in applied)):
+    for name in dict.fromkeys([*applied, *registry.names]):
         try:
             offered = scales_of(name, plan, registry)
         except PluginError:
             if name in applied:
                 raise
             continue
-        for scale in filter(None, map(same_training_scale, offered)):
-            changed = tuple(changes_of(name, choice, plan) for choice in scale.choices)
-            found.append(Dimension(name, scale, changed))
+        scales = filter(None, map(same_training_scale, offered))
+        found += [Dimension(name, scale, tuple(changes_of(name, each, plan) for each in scale.choices)) for scale in scales]
     return found
 
 
@@ -94,7 +88,7 @@ class Space:
         registry: Registry,
         replan: Replan,
         cache: Path,
-        on_planning: Callable[[str], None] = lambda what: None,
+        on_planning: Callable[[str], None],
     ) -> None:
         self.start, self.replan, self.cache, self.on_planning = start, replan, cache, on_planning
         self.dimensions = dimensions_of(start, registry)
@@ -115,15 +109,13 @@ class Space:
         """Plugin -> the options that `setting` changes, as in a profile."""
         found: dict[str, dict[str, Any]] = {}
         for dimension, choice in self.changed(setting):
-            found.setdefault(dimension.plugin, {}).update(dimension.changes(choice))
+            found.setdefault(dimension.plugin, {}).update(dimension.changed[choice])
         return found
 
     def assignments(self, setting: Setting) -> tuple[str, ...]:
         """The same as arguments of `--set`."""
-        tables = self.tables(setting)
-        return tuple(
-            f"plugins.{name}.{key}={inline(value).as_string()}" for name, table in tables.items() for key, value in table.items()
-        )
+        options = [(name, *option) for name, table in self.tables(setting).items() for option in table.items()]
+        return tuple(f"plugins.{name}.{key}={inline(value).as_string()}" for name, key, value in options)
 
     def described(self, setting: Setting) -> str:
         """What `setting` changes, for a reader."""
@@ -131,11 +123,11 @@ class Space:
 
     def plan(self, setting: Setting) -> Plan | None:
         """The plan of `setting`; None if the plugins refuse it, or if it is another training."""
-        with suppress(HwoptError):
+        try:
             plan = self.replan(self.assignments(setting))
-            if same_training(plan, self.start):
-                return plan
-        return None
+        except HwoptError:
+            return None
+        return plan if trained(plan) == trained(self.start) else None
 
     def forecast(self, setting: Setting) -> Forecast | None:
         """What the planner forecasts for `setting`; None if it cannot be used."""
@@ -161,9 +153,9 @@ class Space:
         return self.memory.get(setting)
 
 
-def same_training(plan: Plan, start: Plan) -> bool:
-    """Whether both train the same: rows per optimizer step, hyperparameters, job, and what changes the method."""
-    return (plan.batch.step, plan.training, plan.job, plan.method) == (start.batch.step, start.training, start.job, start.method)
+def trained(plan: Plan) -> Any:
+    """What all settings share: rows per optimizer step, hyperparameters, job, and what changes the method."""
+    return plan.batch.step, plan.training, plan.job, plan.method
 
 
 def what_runs(plan: Plan) -> str:

@@ -1,27 +1,37 @@
-"""A trial: one variant of a job, trained for a few optimizer steps in a process of its own.
+"""A trial: one variant of a job, trained for a few optimizer steps in a process of its own (hwopt.trials.child).
 
-`run_trial` starts the process, waits for it, and returns an Outcome however it ended: completed with its measurements, out of
-memory, refused (the configuration is wrong), crashed, or timed out. The process is the program of hwopt.trials.child. It writes
-the files of a run folder, which are read here as those of any run. It ends with this process.
+That process writes the files of a run folder, which are read here as those of any run. It is a new interpreter, or on a CPU a
+fork of one that has imported the libraries, which takes longer than a small trial. A fork cannot use CUDA if an import has
+initialized it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
-from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_record
 from hwopt.runs.status import read_object, read_status
 from hwopt.system.atomic_folder import write_json
+from hwopt.system.fork_server import ForkServer, ServerEnded, kill_session
 from hwopt.text import cut, printable
-from hwopt.trials.processes import Launch, in_new_process
+
+Launch = Callable[[Path, float], int | None]
+"""(folder of a trial, seconds) -> the exit code of its process (below 0: a signal), or None if it was killed at the limit."""
+
+PROGRAM = "hwopt.trials.child"
+START_UP = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {PROGRAM} import main; main(*sys.argv[2:])"
+"""The program of a new interpreter."""
 
 TrialEnding = Literal["completed", "out of memory", "refused", "crashed", "timed out"]
 
@@ -39,6 +49,13 @@ MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the proc
 """Type of the device -> what `Outcome.peak_gib` counts."""
 WARM_UP = 5
 """One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
+
+
+class Progress(Protocol):
+    """The line that says what is planned or measured next (hwopt.report.status_line, above this layer)."""
+
+    def show(self, text: str) -> None: ...
+    def announce(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -96,9 +113,7 @@ class Outcome:
         return seconds * steps if seconds and steps else None
 
 
-def run_trial(
-    job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch = in_new_process
-) -> Outcome:
+def run_trial(job: Path | None, variant: Variant, steps: int, folder: Path, limit_s: float, launch: Launch) -> Outcome:
     """Train `variant` of `job` (None: ./job.toml, else the embedded demo) for `steps` optimizer steps; returns the outcome.
 
     `folder` is created and gets the files of the trial; delete it afterwards. The process is killed after `limit_s` seconds,
@@ -115,41 +130,24 @@ def run_trial(
 
 def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Outcome:
     """The outcome of a trial whose process ended with `exit_code`, from the files in its `folder`."""
-    written, message = read_status(folder)
+    if read_status(folder)[0] != exit_code:  # the process could not say it
+        return Outcome(variant, "crashed", death_message(exit_code, folder / OUTPUT))
     ending = ENDINGS.get(exit_code, "crashed")
-    if ending == "completed" and (folder / "plan.json").is_file():
-        return measured(variant, read_record(folder), read_object(folder / RESULT), steps)
-    if written != exit_code:  # the process could not say it
-        message = death_message(exit_code, folder / OUTPUT)
-        ending = "crashed"
-    return Outcome(variant, ending, message)
-
-
-def measured(variant: Variant, record: RunRecord, result: Mapping[str, Any], steps: int) -> Outcome:
-    """The outcome of a completed trial. `result` is the content of RESULT."""
+    if ending != "completed":
+        return Outcome(variant, ending, read_status(folder)[1])
+    record = read_record(folder)
+    windows = [window for window in record.windows if window.step < steps]
     return Outcome(
         variant,
         "completed",
-        windows=steady([window for window in record.windows if window.step < steps]),
+        windows=windows[len(windows) // WARM_UP :],
         losses={int(row["step"] or 0): row.get("loss") for row in record.log_rows},
         data_waits={int(row["step"] or 0): row.get("data_wait") or 0.0 for row in record.log_rows},
         steps_per_epoch=record.last.get("steps_per_epoch"),
         peak_gib=record.peak_gib,
-        not_active=tuple(not_active(record)),
-        reduced_rows=result.get("reduced_rows"),
+        not_active=tuple("{name} {status}: {seen}".format(**each) for each in record.evidence if each["status"] != "active"),
+        reduced_rows=read_object(folder / RESULT).get("reduced_rows"),
     )
-
-
-def not_active(record: RunRecord) -> Iterator[str]:
-    """The plugins whose evidence is not "active": name, status and what was seen."""
-    for entry in record.evidence:
-        if entry["status"] != "active":
-            yield f"{entry['name']} {entry['status']}: {entry['seen']}"
-
-
-def steady(windows: Sequence[Window]) -> Sequence[Window]:
-    """`windows` without the warm-up."""
-    return windows[len(windows) // WARM_UP :]
 
 
 def death_message(exit_code: int, output: Path) -> str:
@@ -161,7 +159,37 @@ def death_message(exit_code: int, output: Path) -> str:
     return f"{f'ended by signal {-exit_code}' if exit_code < 0 else f'exit code {exit_code}'}{said}"
 
 
-def read_request(folder: Path) -> dict[str, Any]:
-    """The content of REQUEST."""
-    found: dict[str, Any] = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    return found
+@contextmanager
+def launching(device_type: str) -> Iterator[Launch]:
+    """What starts trials on such a device: forks of one process on a CPU, which becomes new interpreters if that process ends."""
+    if device_type != "cpu":
+        yield in_new_process
+        return
+    with ForkServer(PROGRAM) as server:
+
+        def launch(folder: Path, limit_s: float) -> int | None:
+            try:
+                reply = server.ask(str(folder.absolute()).encode(), limit_s)
+            except ServerEnded:
+                return in_new_process(folder, limit_s)
+            return None if reply is None else reply.exit_code or int(reply.answer)
+
+        yield launch
+
+
+def in_new_process(folder: Path, limit_s: float) -> int | None:
+    with open(folder / OUTPUT, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START_UP, json.dumps(sys.path), str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the command only, and the workers of the trial can be killed with it
+        )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_session(process.pid)
+        process.wait()

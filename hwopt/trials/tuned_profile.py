@@ -17,9 +17,6 @@ from hwopt.config.toml_text import inline, plain, profile_name, text_of
 from hwopt.errors import InputError
 from hwopt.export.files import refuse_taken
 
-DIVIDED = ("extends", "name", "summary")
-"""Keys of a profile that a tuned one does not take over."""
-
 
 @dataclass(frozen=True)
 class Parent:
@@ -49,20 +46,20 @@ def output_file(given: Path | None, parent: Parent, job: Path | None, force: boo
 
     Raises InputError if it exists and `force` is not set, if its folder does not exist, or if it could not find its parent.
     """
-    beside = None if parent.file is None else parent.file.parent
     if given is None:
-        folder = beside if beside is not None else Path() if job is None else job.parent
-        stem = f"{parent.label}_tuned"
-        names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
-        given = next(path for name in names if not (path := folder / f"{name}.toml").exists())
+        beside = parent.file or job
+        stem = (beside.parent if beside else Path()) / f"{parent.label}_tuned"
+        names = (f"{stem}{more}.toml" for more in ("", *(f"-{number}" for number in range(2, 1_000))))
+        given = next(path for path in map(Path, names) if not path.exists())
     if given.suffix != ".toml":
         raise InputError(f"--output {given}: a profile ends with .toml: {given.name}.toml")
     refuse_taken(given, force)
-    if parent.file is not None and beside is not None:
-        if given.exists() and given.samefile(parent.file):
+    if parent.file is not None:
+        folder = parent.file.parent
+        if given.resolve() == parent.file.resolve():
             raise InputError(f"--output {given}: is the profile that is tuned; give another name")
-        if given.parent.resolve() != beside.resolve():
-            raise InputError(f"--output {given}: extends = {parent.name!r} needs both files in one folder; write into {beside}")
+        if given.parent.resolve() != folder.resolve():
+            raise InputError(f"--output {given}: extends = {parent.name!r} needs both files in one folder; write into {folder}")
     return given
 
 
@@ -76,18 +73,18 @@ class Tuned:
     """Plugin -> what the trials say of its options."""
     header: Sequence[str]
     skipped: frozenset[str] = frozenset()
-    """Plugins that the plan skips; a copied parent loses them, because the copy would ask for them by name (`Context.chosen`)."""
+    """Plugins that the plan skips; a copied parent loses them: the copy would ask for them by name (`Context.chosen`)."""
 
 
 def tuned_profile_text(path: Path, parent: Parent, tuned: Tuned, assignments: Sequence[str]) -> str:
     """The text of the profile for the file `path`. `assignments`: those of `--set` with which everything was measured."""
     document = tomlkit.document()
     for line in tuned.header:
-        document.add(tomlkit.comment(plain(line)) if line else tomlkit.nl())
+        document.add(tomlkit.comment(plain(line)))
     document.add(tomlkit.nl())
     document.add("name", tomlkit.item(profile_name(path)))
     document.add("summary", tomlkit.item(f"{parent.label}, tuned by hwopt tune"))
-    own = {} if parent.name else {key: value for key, value in parent.profile.document.data.items() if key not in DIVIDED}
+    own = {} if parent.name else parent.profile.document.data
     if parent.name:
         document.add("extends", tomlkit.item(parent.name))
     for key in ("card", "tuned_for", "data", "training"):

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from hwopt.errors import DoesNotFitError, InputError
 from hwopt.export.files import write
 from hwopt.memory.planned import resolve
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.records.throughput import Unit, Window, rate
+from hwopt.records.throughput import Ratio, Unit, Window, rate
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
-from hwopt.trials.processes import Launch, launcher_for
+from hwopt.text import cut
 from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Setting, Trial
 from hwopt.trials.space import Space
-from hwopt.trials.trial import Outcome, Variant, run_trial
-from hwopt.trials.tune_rows import TrialRow, TuneListener, TuneResult, rate_text, ratio_text
+from hwopt.trials.trial import Launch, Outcome, Progress, Variant, launching, run_trial
 from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, tuned_profile_text
 
 FAILURES: dict[str, Failure] = {"out of memory": "out of memory", "timed out": "time limit"}
@@ -45,11 +45,65 @@ class TuneEffort:
     time_limit_s: float = 600.0
 
 
+@dataclass(frozen=True)
+class TrialRow:
+    """A trial, as reports show it."""
+
+    number: int
+    setting: str
+    """What it changes."""
+    assignments: tuple[str, ...]
+    """The same as arguments of `--set`."""
+    rate: float | None
+    """Units per second; None for a failure."""
+    unit: Unit
+    peak_gib: float | None
+    ratio: Ratio | None
+    """Of its speed to that of the start."""
+    failure: str = ""
+    message: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """How it failed, in one line."""
+        lines = self.message.strip().splitlines()
+        return f"{self.failure}: {cut(lines[0], 160)}" if lines else self.failure
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    rows: Sequence[TrialRow]
+    best: TrialRow
+    ending: str
+    file: Path | None = None
+    """The profile that was written; None if the start is the best setting."""
+    job_sets: Sequence[str] = ()
+    """Options of the best setting that the job sets otherwise, so that the profile does not count."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `hwopt tune --format json` prints."""
+        found = asdict(self) | {"file": None if self.file is None else str(self.file)}
+        return {"trials": found.pop("rows"), "best": found.pop("best"), "ended": found.pop("ending"), **found}
+
+
+def rate_text(rate: float) -> str:
+    """`rate` with three digits at least."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def ratio_text(ratio: Ratio | None) -> str:
+    """The ratio with its 95 % interval."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return "-" if ratio is None else f"{ratio.value:.2f}"
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
 def tuned(
     profile: str,
     inputs: Inputs,
     effort: TuneEffort,
-    progress: TuneListener,
+    progress: Progress,
+    on_trial: Callable[[TrialRow], None],
     output: Path | None = None,
     force: bool = False,
     *,
@@ -64,30 +118,28 @@ def tuned(
     """
 
     def resolved(changes: Sequence[str] = ()) -> Plan:
-        return resolve(
-            profile, job, assignments=[*assignments, *changes], strict=strict, memory_limit=memory_limit, inputs=inputs
-        )
+        given = [*assignments, *changes]
+        return resolve(profile, job, assignments=given, strict=strict, memory_limit=memory_limit, inputs=inputs)
 
     start = resolved()
     parent = Parent.of(profile, start.profile, inputs.files)
     path = output_file(output, parent, job, force)
-    space = Space(start, inputs.registry, resolved, cache_folder(), progress.on_planning)
+    space = Space(start, inputs.registry, resolved, cache_folder(), lambda what: progress.show(f"planning: {what}"))
     with (
         TemporaryDirectory(prefix="hwopt-tune-", ignore_cleanup_errors=True) as folder,
-        launcher_for(start.hardware.device_type)() as launch,
+        launching(start.hardware.device_type) as launch,
     ):
         variant = Variant("start", profile, tuple(assignments), memory_limit)
-        tuning = Tuning(space, job, variant, effort, progress, Path(folder), launch)
+        tuning = Tuning(space, job, variant, effort, progress, on_trial, Path(folder), launch)
         code = tuning.run()
     rows, best = [tuning.row(trial) for trial in tuning.search.trials], tuning.row(tuning.search.winner)
-    result = TuneResult(rows, best, ENDINGS[tuning.ending])
-    if not result.improved:
-        return result, code
+    if best.number == 1:
+        return TuneResult(rows, best, ENDINGS[tuning.ending]), code
     write(path, tuned_profile_text(path, parent, tuning.found(parent.label), assignments), force)
     written = resolve(str(path), job, assignments=job_assignments(assignments), memory_limit=memory_limit)
     measured = space.plan(tuning.search.best)
     assert measured is not None, "it was measured"
-    return TuneResult(rows, best, result.ending, path, different_options(measured, written)), code
+    return TuneResult(rows, best, ENDINGS[tuning.ending], path, different_options(measured, written)), code
 
 
 @dataclass
@@ -98,14 +150,16 @@ class Tuning:
     job: Path | None
     start: Variant
     effort: TuneEffort
-    progress: TuneListener
+    progress: Progress
+    on_trial: Callable[[TrialRow], None]
     folder: Path
     launch: Launch
     ending: Ending = "plateau"
     search: Search = field(init=False)
 
     def __post_init__(self) -> None:
-        self.search = Search(self.space.axes, self.space.forecast, self.measure, self.effort.trials, self.report)
+        self.search = Search(self.space.axes, self.space.forecast, self.measure, self.effort.trials)
+        self.search.on_trial = lambda trial: self.on_trial(self.row(trial))
 
     def run(self) -> int:
         """Search until the plateau, the last trial, or a signal; returns the exit code."""
@@ -122,7 +176,7 @@ class Tuning:
 
     def require_fit(self) -> None:
         """Raise DoesNotFitError if the planner says that the start does not fit."""
-        self.progress.on_planning("the start")
+        self.progress.show("planning: the start")
         memory = self.space.memory_of(self.search.start)
         if memory is not None and memory.fits is False:
             usable = memory.free_gib - memory.reserve_gib
@@ -144,31 +198,17 @@ class Tuning:
         return "tokens" if self.space.start.context.task.inputs == "tokens" else "samples"
 
     def measure(self, setting: Setting) -> Measurement:
-        """Train with `setting` for some steps in a process of its own."""
-        number, start = len(self.search.trials) + 1, self.start
-        self.progress.on_begin(number, self.effort.trials, self.space.described(setting))
-        assignments = (*start.assignments, *self.space.assignments(setting))
-        variant = Variant(f"trial {number}", start.profile, assignments, start.memory_limit)
+        number = len(self.search.trials) + 1
+        self.progress.show(f"trial {number} of at most {self.effort.trials}: {self.space.described(setting)}")
+        variant = replace(self.start, assignments=(*self.start.assignments, *self.space.assignments(setting)))
         folder = self.folder / str(number)
         outcome = run_trial(self.job, variant, self.effort.steps, folder, self.effort.time_limit_s, self.launch)
         return measurement_of(outcome, self.unit)
 
-    def report(self, trial: Trial) -> None:
-        self.progress.on_trial(self.row(trial))
-
     def row(self, trial: Trial) -> TrialRow:
-        measurement = trial.measurement
-        return TrialRow(
-            trial.number,
-            self.space.described(trial.setting),
-            self.space.assignments(trial.setting),
-            rate(measurement.windows, self.unit),
-            self.unit,
-            measurement.peak_gib,
-            trial.ratio,
-            measurement.failure or "",
-            measurement.message,
-        )
+        found, setting = trial.measurement, (self.space.described(trial.setting), self.space.assignments(trial.setting))
+        speed = rate(found.windows, self.unit)
+        return TrialRow(trial.number, *setting, speed, self.unit, found.peak_gib, trial.ratio, found.failure or "", found.message)
 
     def found(self, parent: str) -> Tuned:
         """The options of the best setting, with what the trials say of them."""
@@ -184,7 +224,6 @@ class Tuning:
         return f"trial {first.number}: {ratio_text(first.ratio)} times the speed of the start"
 
     def header(self, parent: str) -> Iterator[str]:
-        """The comments at the top of the profile."""
         plan, trials = self.space.start, self.search.trials
         software = ", ".join(f"{name} {plan.software[name]}" for name in ("torch", "transformers") if name in plan.software)
         yield f"{parent}, tuned by hwopt {version('hwopt')} on {date.today()} on {plan.hardware.name}, with {software}."
@@ -226,11 +265,7 @@ def without_compilation(windows: Sequence[Window], waits: Mapping[int, float]) -
 def different_options(best: Plan, written: Plan) -> list[str]:
     """The plugin options in which two plans differ, as `--set` spells them."""
     ours, theirs = ({entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()} for plan in (best, written))
-    found = []
-    for name in {**ours, **theirs}:
-        mine, other = ours.get(name), theirs.get(name)
-        if mine is None or other is None:
-            found.append(f"plugins.{name}")
-        else:
-            found += [f"plugins.{name}.{key}" for key in mine if mine[key] != other.get(key)]
-    return found
+    found = [f"plugins.{name}" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        found += [f"plugins.{name}.{key}" for key, value in ours[name].items() if value != theirs[name][key]]
+    return sorted(found)

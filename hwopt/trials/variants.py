@@ -6,9 +6,9 @@ baseline without plugins, a plugin that is left out is off. A variant whose plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import tomlkit
 
@@ -16,16 +16,14 @@ from hwopt.config.job import JobFile
 from hwopt.errors import HwoptError, InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.trials.bench_rows import Role
 from hwopt.trials.rounds import MeasuredEffect, strongest
 from hwopt.trials.trial import Variant
 
 BASELINE, COPY = "baseline", "baseline again"
+Role = Literal["baseline", "copy", "added", "profile", "left out"]
 Tables = Mapping[str, Mapping[str, Any]]
 """Plugin -> its options in a profile, of the plugins that are on."""
 Resolve = Callable[[Variant], Plan]
-FitProblem = Callable[[Plan], str]
-"""Why a plan does not fit, or ""."""
 
 
 @dataclass(frozen=True)
@@ -65,51 +63,41 @@ class Contest:
         names = dict.fromkeys([*self.tables, *self.baseline_tables])
         return [name for name in names if self.tables.get(name) != self.baseline_tables.get(name)]
 
-    def added(self, plugin: str) -> Variant:
-        """The baseline with the profile's table of `plugin`."""
-        change = table_assignment(plugin, self.tables.get(plugin))
-        return replace(self.baseline, name=f"+ {plugin}", assignments=(*self.baseline.assignments, change))
-
-    def left_out(self, plugin: str) -> Variant:
-        """The profile with the baseline's table of `plugin`."""
-        change = table_assignment(plugin, self.baseline_tables.get(plugin))
-        return replace(self.profile, name=f"- {plugin}", assignments=(*self.profile.assignments, change))
-
     def variants(self) -> Iterator[PlannedVariant]:
         """All variants in the order of the table, not planned yet."""
         yield PlannedVariant(self.baseline, "baseline")
         yield PlannedVariant(replace(self.baseline, name=COPY), "copy", BASELINE)
-        plugins = self.changed()
-        yield from (PlannedVariant(self.added(plugin), "added", BASELINE, plugin) for plugin in plugins)
+        for plugin in self.changed():
+            added = with_table(self.baseline, f"+ {plugin}", plugin, self.tables)
+            yield PlannedVariant(added, "added", BASELINE, plugin)
         yield PlannedVariant(self.profile, "profile", BASELINE)
-        yield from (PlannedVariant(self.left_out(plugin), "left out", self.profile.name, plugin) for plugin in plugins)
+        for plugin in self.changed():
+            left_out = with_table(self.profile, f"- {plugin}", plugin, self.baseline_tables)
+            yield PlannedVariant(left_out, "left out", self.profile.name, plugin)
 
 
-NO_PLUGINS = "none"
-"""What --against takes for a baseline without plugins."""
+def with_table(variant: Variant, name: str, plugin: str, tables: Tables) -> Variant:
+    """`variant` as `name`, with the table that `plugin` has in `tables`."""
+    return replace(variant, name=name, assignments=(*variant.assignments, table_assignment(plugin, tables.get(plugin))))
 
 
 def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFile | None) -> Contest:
-    """`profile` against the profile `against`; by default without plugins.
+    """`profile` against the profile `against`; by default, and for "none", without plugins.
 
     Raises InputError for a profile that does not exist, and if both are the same one.
     """
     spec = profile.profile
     if against == spec:
         raise InputError(f"--against {against}: this is the profile itself. Give another one, or omit --against")
-    tables = tables_of_profile(spec, profile.assignments, inputs, job)
-    if against in (None, NO_PLUGINS):
-        return Contest(profile, without_plugins(profile, tables), tables, {})
-    baseline = replace(profile, name=BASELINE, profile=against)
+    tables = dict(inputs.profile(spec, profile.assignments, job).plugin_tables())
+    if against in (None, "none"):  # all plugins off: the profile's hyperparameters in fp32, 8 rows per step, torch's defaults
+        off = (table_assignment(plugin, None) for plugin in tables)
+        return Contest(profile, replace(profile, name=BASELINE, assignments=(*profile.assignments, *off)), tables, {})
     try:
-        return Contest(profile, baseline, tables, tables_of_profile(against, profile.assignments, inputs, job))
+        others = dict(inputs.profile(against, profile.assignments, job).plugin_tables())
+        return Contest(profile, replace(profile, name=BASELINE, profile=against), tables, others)
     except InputError as error:
         raise InputError(str(error).replace("--profile", "--against", 1)) from error
-
-
-def tables_of_profile(spec: str, assignments: Sequence[str], inputs: Inputs, job: JobFile | None) -> Tables:
-    """The tables of the plugins that the profile `spec` turns on, with those of the job and `--set` on top."""
-    return dict(inputs.profile(spec, assignments, job).plugin_tables())
 
 
 def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
@@ -121,14 +109,8 @@ def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
     return f"plugins.{plugin}={inline.as_string()}"
 
 
-def without_plugins(profile: Variant, tables: Tables) -> Variant:
-    """`profile` with all its plugins off: its hyperparameters in fp32, 8 rows per step, and torch's defaults."""
-    off = (table_assignment(plugin, None) for plugin in tables)
-    return replace(profile, name=BASELINE, assignments=(*profile.assignments, *off))
-
-
-def planned_variants(contest: Contest, resolve: Resolve, fit_problem: FitProblem) -> list[PlannedVariant]:
-    """All variants with their plans, and which of them are not run.
+def planned_variants(contest: Contest, resolve: Resolve, fit_problem: Callable[[Plan], str]) -> list[PlannedVariant]:
+    """All variants with their plans, and which of them are not run. `fit_problem`: why a plan does not fit, or "".
 
     Raises what `resolve` raises for the baseline or the profile, and InputError if their plans are equal.
     """
@@ -148,7 +130,9 @@ def planned_variants(contest: Contest, resolve: Resolve, fit_problem: FitProblem
     return found
 
 
-def with_plan(candidate: PlannedVariant, resolve: Resolve, plans: Mapping[str, Plan], fit_problem: FitProblem) -> PlannedVariant:
+def with_plan(
+    candidate: PlannedVariant, resolve: Resolve, plans: Mapping[str, Plan], fit_problem: Callable[[Plan], str]
+) -> PlannedVariant:
     """`candidate` with its plan, or why it is not run. `plans`: those of the variants before it, by name."""
     if candidate.role == "copy":
         return replace(candidate, plan=plans[BASELINE])
@@ -169,11 +153,9 @@ def with_plan(candidate: PlannedVariant, resolve: Resolve, plans: Mapping[str, P
 def skip_reason(candidate: PlannedVariant, plans: Mapping[str, Plan]) -> str:
     """Why the plugin of a candidate changes nothing: the reason for which it is skipped, in the plan that has it."""
     assert candidate.plan is not None
-    for plan in (candidate.plan, plans[candidate.reference]):
-        for entry in plan.entries:
-            if entry.name == candidate.plugin and entry.decision == "skip":
-                return entry.reason
-    return "the plan stays the same"
+    entries = [*candidate.plan.entries, *plans[candidate.reference].entries]
+    reasons = (each.reason for each in entries if each.name == candidate.plugin and each.decision == "skip")
+    return next(reasons, "the plan stays the same")
 
 
 def what_trains(plan: Plan) -> Any:
@@ -197,8 +179,6 @@ def loss_obstacle(ours: Plan, theirs: Plan) -> str:
     """Why the losses of two plans cannot be compared step by step: other rows per step, or other hyperparameters; or ""."""
     if ours.batch.step != theirs.batch.step:
         return f"{ours.batch.step} instead of {theirs.batch.step} rows per step"
-    tables = [plan.training.model_dump(mode="json") for plan in (ours, theirs)]
+    tables = [plan.training.model_dump() | {"max_length": plan.job.data.max_length} for plan in (ours, theirs)]
     changed = [key for key in tables[0] if tables[0][key] != tables[1][key]]
-    if ours.job.data.max_length != theirs.job.data.max_length:
-        changed.append("max_length")
     return f"other {', '.join(changed)}" if changed else ""

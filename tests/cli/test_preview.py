@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from command_line import hwopt
 
-from hwopt.report.preview import show_preview
+from hwopt.cli.plan import show_preview
 from hwopt.report.terminal import Terminal
 from hwopt.tasks.preview import Preview, Span
-from hwopt.testing import TINY_BERT, TINY_LLAMA, write_samples
+from hwopt.testing import TINY_LLAMA
 
 MESSAGES = [
     {"role": "user", "content": "Hello?"},
@@ -70,26 +70,11 @@ def test_preview_of_prompts_marks_the_completion_and_the_end_of_text(tmp_path: P
     assert (found["sample"], found["samples"]) == (3, 4)
 
 
-def test_preview_of_classification_shows_text_and_label(tmp_path: Path) -> None:
-    write_samples(tmp_path / "train.jsonl", 40)
-    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
-    write_job(tmp_path, TINY_BERT, "text-classification", {"train": "train.jsonl", "max_length": 32})
-    found = json.loads(hwopt("plan", "--sample", "1", "--profile", "cpu", "--format", "json", cwd=tmp_path).stdout)
-    assert found["label"] == str(first["label"])
-    assert found["tokens_in_loss"] is None
-    (span,) = found["spans"]
-    assert span["text"].split()[:2] == ["[CLS]", first["text"].split()[0].lower()]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--sample", "7"], 2, "--sample 7: the training data has 6 samples; give a number from 1 to 6"),
-        (["--sample", "0"], 2, "--sample"),
-        (["--set", "data.train=nowhere.jsonl"], 4, "nowhere.jsonl: no such file"),
-        (["--set", "data.messages=talk"], 4, "has no column 'talk'"),
         (["--set", "data.max_length=999"], 2, "data.max_length: 999 is more than the 256 tokens"),
-        (["--set", "data.max_lenght=9"], 2, "Did you mean 'max_length'"),
     ],
 )
 def test_bad_input_of_preview_is_one_message(arguments: list[str], code: int, message: str, chat: Path) -> None:
@@ -106,10 +91,3 @@ def test_preview_on_a_terminal_uses_colour_instead_of_brackets() -> None:
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "Hello? \x1b[1;32mHi.\\x1b[2J\x1b[0m" in shown
     assert "[[" not in shown
-
-
-def test_preview_without_colours_uses_brackets() -> None:
-    found = Preview(1, 2, {}, 3, 1, None, (Span("Hello? ", False), Span("Hi.", True)))
-    screen = Terminal(file=io.StringIO(), force_terminal=True, width=80, no_color=True)
-    show_preview(screen, found)
-    assert "Hello? [[Hi.]]" in screen.file.getvalue()  # type: ignore[attr-defined]

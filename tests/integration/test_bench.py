@@ -17,8 +17,7 @@ import pytest
 from cli.test_cli import write_job
 from installed_task import write_metadata
 
-from hwopt.trials.processes import forks, in_new_process
-from hwopt.trials.trial import Variant, run_trial
+from hwopt.trials.trial import Variant, in_new_process, launching, run_trial
 
 pytestmark = pytest.mark.daily
 
@@ -149,7 +148,7 @@ def test_new_process_and_fork_train_the_same(work: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(work)
     variant = Variant("mine", "mine.toml", without_dropout=True)
     new = run_trial(Path("job.toml"), variant, 5, work / "new", 300.0, in_new_process)
-    with forks() as launch:
+    with launching("cpu") as launch:
         forked = run_trial(Path("job.toml"), variant, 5, work / "forked", 300.0, launch)
         again = run_trial(Path("job.toml"), variant, 5, work / "again", 300.0, launch)
         refused = Variant("wrong", "mine.toml", ("plugins.optimizer.name=adamw_trch",))

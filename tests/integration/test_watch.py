@@ -55,7 +55,7 @@ def test_interrupt_restores_the_terminal_and_leaves_the_run(tmp_path: Path) -> N
     ) as watch:
         os.close(terminal)
         shown = ""
-        while "peak memory" not in shown:
+        while "3.50 GiB" not in shown:
             shown += os.read(main, 4096).decode(errors="replace")
         watch.send_signal(signal.SIGINT)
         while part := read_or_end(main):

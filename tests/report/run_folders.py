@@ -33,15 +33,7 @@ PLAN: dict[str, Any] = {
 MEMORY = {
     "tier": "traced",
     "error": "median 1 %",
-    "parts": {
-        "weights": 0.5,
-        "gradients": 0.5,
-        "optimizer_state": 1.0,
-        "masters": 0.0,
-        "activations": 1.75,
-        "temporary": 0.25,
-        "reserve": 0.5,
-    },
+    "parts": {"weights": 0.5, "gradients": 0.5, "optimizer_state": 1.0, "masters": 0.0, "activations": 1.75, "temporary": 0.25},
     "peak_gib": 4.0,
     "eval_peak_gib": 2.0,
     "free_gib": 7.5,

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from io import StringIO
 
-from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet
-from hwopt.report.inference import show_classes
+from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet, show_classes
 from hwopt.report.terminal import Terminal
 
 
 def scores(label: str, f1: float, support: int = 3) -> dict[str, object]:
     return {"label": label, "precision": f1, "recall": f1, "f1": f1, "support": support}
-
-
-def test_classes_keep_their_order_if_all_fit() -> None:
-    sheet = class_sheet([scores("b", 0.9), scores("a", 0.1, 1_000)], "test")
-    assert sheet.columns == ("test", "precision", "recall", "f1", "support")
-    assert sheet.rows == [("b", "0.9000", "0.9000", "0.9000", "3"), ("a", "0.1000", "0.1000", "0.1000", "1,000")]
-    assert sheet.note == ""
 
 
 def test_of_many_classes_the_worst_are_shown_first() -> None:
@@ -45,24 +37,12 @@ def test_each_target_of_a_regression_has_a_row() -> None:
     assert sheet.rows == [("size", "0.25", "-"), ("price", "1.234e+04", "0.5")]
 
 
-def test_results_without_classes_have_no_table() -> None:
-    assert list(class_sheets({}, "test")) == []
-
-
-def test_labels_above_a_small_confusion_matrix_are_whole_if_80_columns_have_room() -> None:
-    assert confusion_sheet(["sehr zufrieden", "verärgert", "zufrieden"], [[1, 2, 3]] * 3).columns[1] == "sehr zufrieden"
-
-
 def test_the_widest_tables_fit_80_columns() -> None:
     labels = ["a very long label number " + str(number) for number in range(SCREEN.columns)]
     details = {
         "classes": [scores(label, 0.5, 1_234_567) for label in labels],
         "confusion_matrix": {"labels": labels, "rows": [[99_999] * len(labels)] * len(labels)},
     }
-    small = {"confusion_matrix": {"labels": labels[:3], "rows": [[99_999] * 3] * 3}}
-    narrow = StringIO()
-    show_classes(Terminal(file=narrow, width=80, force_terminal=True, color_system=None), small, "")
-    assert max(map(len, narrow.getvalue().splitlines())) <= 80
     shown = StringIO()
     show_classes(Terminal(file=shown, width=80, force_terminal=True, color_system=None), details, "evaluation, best weights")
     assert max(map(len, shown.getvalue().splitlines())) <= 80

@@ -34,13 +34,6 @@ def test_line_is_replaced_and_removed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert terminal.getvalue() == f"{CLEAR_LINE}one …{blank}two …{blank}"
 
 
-def test_line_is_cut_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = fake_terminal(monkeypatch)
-    monkeypatch.setenv("COLUMNS", "40")
-    StatusLine().show("x" * 100)
-    assert terminal.getvalue() == CLEAR_LINE + "x" * 39
-
-
 def test_line_is_removed_before_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = fake_terminal(monkeypatch)
     status_line.show("loading")
@@ -59,8 +52,3 @@ def test_without_a_terminal_only_announced_lines_are_printed(term: str, monkeypa
     line.announce("loading torch")
     line.clear()
     assert stream.getvalue() == "loading torch …\n"
-
-
-def test_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    StatusLine().announce("loading torch")

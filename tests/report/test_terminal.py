@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from report.test_status_line import FakeTerminal
 
 from hwopt import api
 from hwopt.cli.plan import plan as plan_command
-from hwopt.planning.memory_plan import Change
 from hwopt.planning.plan import Plan
-from hwopt.report import planning as planning_report
-from hwopt.report.status_line import CLEAR_LINE
-from hwopt.report.terminal import Terminal, show_plan, show_values, show_verdict
+from hwopt.report import memory as planning_report
+from hwopt.report.terminal import Terminal, show_plan, show_values
 from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.text import short_place
 
 
 def tiny_plan(folder: Path) -> Plan:
@@ -42,24 +35,14 @@ def test_values_come_with_the_file_and_line_that_set_them(tmp_path: Path) -> Non
     assert found["training.seed"].rstrip().endswith("job.toml:3")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_run_shows_the_verdict_first_and_one_line_for_what_is_applied(columns: int, tmp_path: Path) -> None:
+def test_run_shows_the_verdict_first_and_one_line_for_what_is_applied(tmp_path: Path) -> None:
     output = StringIO()
     plan = tiny_plan(tmp_path)
-    show_plan(Terminal(file=output, force_terminal=True, color_system=None, width=columns), plan, verbose=False)
+    show_plan(Terminal(file=output, force_terminal=True, color_system=None, width=80), plan, verbose=False)
     lines = output.getvalue().splitlines()
     assert lines[0] == "plan: 8 rows a step; 2 of 2 plugins on"
-    assert max(map(len, lines)) <= columns
+    assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[-len(plan.entries) :]] == [entry.name for entry in plan.entries]
-
-
-@pytest.mark.parametrize(("fits", "word"), [(True, "fits"), (False, "DOES NOT FIT"), (None, "UNKNOWN")])
-def test_verdict_names_the_memory(fits: bool | None, word: str, tmp_path: Path) -> None:
-    output = StringIO()
-    memory: Any = SimpleNamespace(fits=fits, lower_bound=fits is None, peak_gib=5.04, eval_peak_gib=3.0, free_gib=7.78)
-    show_verdict(Terminal(file=output), replace(tiny_plan(tmp_path), memory=memory))
-    least = "at least " if fits is None else ""
-    assert output.getvalue() == f"{word}: {least}5.0 of 7.8 GiB; 8 rows a step; 2 of 2 plugins on\n"
 
 
 def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,18 +53,6 @@ def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: p
     longest = max(len(line) for line in piped.getvalue().splitlines())
     assert longest > 80 >= 2 * max(len(line) for line in shown.getvalue().splitlines())
     assert not any(line.endswith(" ") for line in piped.getvalue().splitlines())
-
-
-@pytest.mark.parametrize(
-    ("place", "short"),
-    [
-        ("/a b/c.toml:3", "c.toml:3"),
-        ("plugin 'x' (/a/c.toml:3)", "plugin 'x' (c.toml:3)"),
-        ("--set", "--set"),
-    ],
-)
-def test_short_place_has_no_folders(place: str, short: str) -> None:
-    assert short_place(place) == short
 
 
 @pytest.mark.parametrize(("arguments", "listed"), [([], False), (["--values"], True)])
@@ -101,27 +72,3 @@ def test_plan_lists_all_values_on_request_only(
     assert shown == [plan]
     assert "dataloader" in result.output
     assert ("training.learning_rate" in result.output) is listed
-
-
-CHANGE = Change(("plugins.batch.train = 4",), 1.5, True, 1.1, "finer micro-batches", False, ("plugins.batch.train=4",))
-
-
-@pytest.mark.parametrize(("stream", "shown"), [(FakeTerminal(), True), (io.StringIO(), False)], ids=["terminal", "file"])
-def test_progress_of_a_plan_is_shown_on_a_terminal_only_and_removed(
-    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    screen = planning_report.PlanScreen(Terminal(file=io.StringIO()))
-    screen.on_trial("tracing a step")
-    assert ("planning: tracing a step" in stream.getvalue()) is shown
-    screen.on_change(CHANGE)
-    screen.on_change(CHANGE)
-    assert stream.getvalue().count(CLEAR_LINE) == (2 if shown else 0)
-
-
-@pytest.mark.parametrize(("fits", "label"), [(True, "fits with"), (False, "saves memory"), (None, "saves memory")])
-def test_each_change_is_one_line_with_its_effect(fits: bool | None, label: str) -> None:
-    output = io.StringIO()
-    planning_report.PlanScreen(Terminal(file=output)).on_change(replace(CHANGE, fits=fits))
-    expected = f"{label}: plugins.batch.train = 4: saves 1.50 GiB, step time about +10%; finer micro-batches\n"
-    assert output.getvalue() == expected

@@ -101,15 +101,6 @@ def test_error_in_the_job_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_run_that_is_complete_returns_its_summary_again(tmp_path: Path) -> None:
-    plan, run = make_plan(tmp_path), tmp_path / "run"
-    summary = api.execute(plan, run, cache=tmp_path / "cache")
-    before = (run / "metrics.jsonl").read_text()
-    again = api.execute(plan, run, cache=tmp_path / "cache", resume=True)
-    assert again["step"] == summary["step"]
-    assert (run / "metrics.jsonl").read_text() == before
-
-
 def test_run_without_a_name_takes_the_next_folder_if_another_process_is_faster(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=1))
     runs = tmp_path / "runs"

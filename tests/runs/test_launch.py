@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from hwopt.errors import InputError
 from hwopt.runs import launch as launching
-from hwopt.runs.launch import broadcast_folder, launch_outcome, ranks_to_start, record_outcome
+from hwopt.runs.launch import broadcast_folder, launch_outcome, ranks_to_start
 from hwopt.runs.rank_errors import LAUNCH_FOLDER, LaunchOutcome
 from hwopt.runs.resume import AlreadyComplete
 from hwopt.runs.status import write_status
@@ -45,13 +44,3 @@ def test_processes_option_is_refused_inside_a_launcher(asked: str) -> None:
     with pytest.raises(InputError, match="RANK, WORLD_SIZE set.*Leave --processes out"):
         ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2"})
     assert ranks_to_start(asked, {"RANK": "0", "WORLD_SIZE": "2", LAUNCH_FOLDER: "/tmp/launch"}) == 1, "a rank of run_ranks"
-
-
-def test_status_file_holds_the_outcome_of_the_launch(tmp_path: Path) -> None:
-    failure = LaunchOutcome(9, "error: gone")
-    record_outcome(tmp_path, failure)  # the launch folder names no run folder
-    (tmp_path / "run-folder").write_text(str(tmp_path / "runs" / "job"))
-    record_outcome(tmp_path, failure)  # the run folder does not exist
-    (tmp_path / "runs" / "job").mkdir(parents=True)
-    record_outcome(tmp_path, failure)
-    assert json.loads((tmp_path / "runs" / "job" / "status.json").read_text()) == {"exit_code": 9, "message": "gone"}

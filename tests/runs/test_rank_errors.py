@@ -84,12 +84,3 @@ def test_rank_whose_watchdog_killed_the_others_is_the_cause(ranks: FailedRanks) 
     ranks.report(1, 9, "error: no progress", killed_others=True)
     assert ranks.outcome((0, -9), (1, 9)) == (9, "error: no progress")
     assert ranks.outcome((0, -9, -9), (1, 9)) == (9, f"error: rank 0 {describe_death(9)}"), "rank 1 waited for rank 0"
-
-
-def test_rank_of_another_launcher_writes_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    assert not report_error(7, "error: too large")
-    monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "missing" / "error.json"))
-    assert not report_error(7, "error: too large")
-    assert not list(tmp_path.iterdir())

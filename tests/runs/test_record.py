@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from report.run_folders import EVIDENCE, PLAN, PROCESS, eval_row, log_row, log_rows, write_run
+from report.run_folders import EVIDENCE, PLAN, eval_row, log_row, log_rows, write_run
 
 from hwopt.errors import InputError
 from hwopt.runs.folder import OWNER
@@ -35,12 +35,6 @@ def test_finished_run_is_read(tmp_path: Path) -> None:
     assert record.state == "done, 10 steps"
 
 
-def test_final_folder_stands_for_its_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [log_row(5)])
-    (folder / "final").mkdir()
-    assert read_record(folder / "final").folder == folder
-
-
 def test_incomplete_line_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [log_row(5), log_row(10)])
     with open(folder / "metrics.jsonl", "a") as file:
@@ -60,14 +54,6 @@ def test_run_without_an_exit_code_trains_or_was_killed(host: str, began: float |
     record = read_record(owned(write_run(tmp_path / "run", log_rows(), status=(None, "running")), host, began))
     assert record.state == state
     assert record.lost == (began is not None)
-
-
-def test_best_value_is_the_last_one_if_the_direction_is_unknown(tmp_path: Path) -> None:
-    record = read_record(write_run(tmp_path / "run", [eval_row(5, f1=0.5), eval_row(10, f1=0.4)], processes=[]))
-    best = record.best("f1")
-    assert best is not None
-    assert (best.value, best.step) == (0.4, 10)
-    assert record.seconds_per_epoch is None
 
 
 @pytest.mark.parametrize("plan", ["{", json.dumps({key: value for key, value in PLAN.items() if key != "batch"})])
@@ -97,20 +83,13 @@ def test_command_is_what_a_shell_takes(words: list[str], command: str) -> None:
     assert command_line(words) == command
 
 
-def test_newest_process_has_the_steps(tmp_path: Path) -> None:
-    processes = [PROCESS, PROCESS | {"step": 50, "total_steps": 200}]
-    assert read_record(write_run(tmp_path / "run", [log_row(5)], processes=processes)).total_steps == 200
-
-
 @pytest.mark.parametrize(
     ("first", "last", "status"),
     [
-        ("active", "active", "active"),
         ("active", "unknown", "active"),
         ("unknown", "active", "active"),
         ("active", "inactive", "inactive"),
         ("inactive", "active", "inactive"),
-        ("unknown", "unknown", "unknown"),
     ],
 )
 def test_evidence_of_the_first_and_the_last_step_is_one(first: str, last: str, status: str, tmp_path: Path) -> None:
@@ -122,3 +101,11 @@ def test_evidence_of_the_first_and_the_last_step_is_one(first: str, last: str, s
     assert found["status"] == status
     when = "last" if last == status else "first"
     assert found["seen"] == f"{status} in the {when} step"
+
+
+def test_best_value_is_the_last_one_if_the_direction_is_unknown(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", [eval_row(5, f1=0.5), eval_row(10, f1=0.4)], processes=[]))
+    best = record.best("f1")
+    assert best is not None
+    assert (best.value, best.step) == (0.4, 10)
+    assert record.seconds_per_epoch is None

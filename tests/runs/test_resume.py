@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from hwopt.planning.plan import Plan
 from hwopt.saving import reader as resume
 from hwopt.saving import save_timing
 from hwopt.saving.plugin_state import named_by_class
-from hwopt.saving.reader import STATE
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, Recorder, logged, plan_for, relative_error, rewound, saved_bits, tiny_job, tiny_profile
@@ -45,14 +43,8 @@ def one_thread() -> Any:
 
 def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
     """A plan with dropout, three micro-batches a step, and a checkpoint after every step."""
-    settings = {
-        "max_steps": LAST,
-        "learning_rate": 1e-2,
-        "eval_steps": 5,
-        "save_steps": 1,
-        "save_total_limit": 0,
-        "logging_steps": 2,
-    }
+    settings = {"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 5, "save_steps": 1}
+    settings |= {"save_total_limit": 0, "logging_steps": 2}
     given = {key: value for key, value in (settings | (training or {})).items() if value is not None}
     job = tiny_job(folder / "data", samples=41, **given)
     model = job.job.model.model_copy(update={"config": TINY_BERT | {"hidden_dropout_prob": 0.1}})
@@ -321,7 +313,7 @@ def test_timed_save_is_skipped_without_host_memory(uninterrupted: Path, tmp_path
 
 
 def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
-    """Corrupt best weights are renamed on resume. Those corrupted during the run are not copied to final/."""
+    """Corrupt best weights are renamed on resume."""
     training = {"learning_rate": 0.5, "eval_steps": 2, "lr_scheduler_type": "constant", "save_steps": 6}
     plan = make_plan(tmp_path, training)
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
@@ -336,22 +328,6 @@ def test_corrupt_best_weights_do_not_end_the_run(tmp_path: Path) -> None:
     assert (again / f"best-{best}.damaged").is_dir()
     assert storage.find_corruption(again / "final") == ""
 
-    class Damaging(Recorder):
-        def on_log(self, run: Any, row: Any) -> None:
-            super().on_log(run, row)
-            if row["step"] == LAST and (path := run.folder / f"best-{best}" / "model.safetensors").exists():
-                path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-    recorder = Damaging()
-    summary = api.execute(plan, tmp_path / "meanwhile", recorder, cache=tmp_path / "cache")
-    assert any("final/ gets the weights of the last step" in warning for warning in recorder.warnings)
-    assert "best_step" not in summary
-    assert saved_bits(tmp_path / "meanwhile" / "final") == weights_of(tmp_path / "run" / f"checkpoint-{LAST}")
-
-
-def weights_of(checkpoint: Path) -> dict[str, str]:
-    return {name: value for name, value in saved_bits(checkpoint).items() if name.startswith("model.")}
-
 
 def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
     """Old best weights are deleted, also in a run without checkpoints."""
@@ -365,16 +341,6 @@ def test_superseded_best_weights_are_deleted(tmp_path: Path) -> None:
 
     api.execute(plan, tmp_path / "run", Counting(), cache=tmp_path / "cache")
     assert 1 <= most <= 2
-
-
-def test_repeated_steps_of_a_complete_run_are_reported(uninterrupted: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(uninterrupted / "run", run)
-    for path in resume.list_checkpoints(run)[: LAST - 6]:
-        shutil.rmtree(path)
-    recorder = Recorder()
-    api.execute(make_plan(uninterrupted, {"max_steps": 14}), run, recorder, cache=uninterrupted / "cache", resume=True)
-    assert any("had reached step 12; its newest checkpoint is of step 6" in warning for warning in recorder.warnings)
 
 
 def test_run_with_only_corrupt_checkpoints_does_not_restart(uninterrupted: Path, tmp_path: Path) -> None:
@@ -395,18 +361,6 @@ def test_resume_of_a_complete_run_changes_no_file(uninterrupted: Path, tmp_path:
     summary = api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
     assert summary["step"] == LAST
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-
-
-def test_resume_without_a_checkpoint_starts_at_step_1(uninterrupted: Path, tmp_path: Path) -> None:
-    messages: list[str] = []
-
-    class Listening(Recorder):
-        def on_message(self, run: Any, message: str) -> None:
-            messages.append(message)
-
-    api.execute(make_plan(uninterrupted), tmp_path / "run", Listening(), cache=uninterrupted / "cache", resume=True)
-    assert same(tmp_path / "run", uninterrupted / "run")
-    assert messages[0] == f"{tmp_path / 'run'} has no checkpoint: starting from step 1"
 
 
 def test_run_folder_is_overwritten_only_with_fresh(uninterrupted: Path, tmp_path: Path) -> None:
@@ -454,13 +408,6 @@ def test_corrupt_resume_from_checkpoint_is_refused(uninterrupted: Path, tmp_path
     assert not (tmp_path / "other" / "checkpoint-6").exists()
 
 
-def test_plugin_states_are_named_by_class() -> None:
-    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
-    both = named_by_class([other, first, second])
-    assert named_by_class([first, second]).items() <= both.items()
-    assert len(both) == 3
-
-
 def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, tmp_path: Path) -> None:
     run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     weights = run / "checkpoint-6" / "model.safetensors"
@@ -472,35 +419,15 @@ def test_corrupt_checkpoint_is_quarantined_with_a_warning(uninterrupted: Path, t
     assert same(run, uninterrupted / "run")
 
 
-def words_for_numbers(checkpoint: Path) -> None:
-    content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    content["state"]["ranks"][0]["telemetry"].update(total={"steps": "many"})
-    (checkpoint / STATE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def path_for_a_tensor(checkpoint: Path) -> None:
-    content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    content["state"]["buffers"].update({"bert.x": {"$tensor": "../../secret"}})
-    (checkpoint / STATE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def payload_for_weights(checkpoint: Path) -> None:
-    """Add a payload that torch.load would run."""
-    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
-    (checkpoint / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize("change", [words_for_numbers, path_for_a_tensor, payload_for_weights])
-def test_hostile_checkpoint_is_refused(
-    change: Callable[[Path], None], uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest is valid; the content is not what hwopt writes."""
+def test_hostile_checkpoint_is_refused(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is valid; the weights are a payload that torch.load would run."""
     monkeypatch.chdir(tmp_path)
     run = rewound(uninterrupted / "run", tmp_path / "run", 6)
     for path in resume.list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     checkpoint = run / "checkpoint-6"
-    change(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch RUN'\ntR.")
+    (checkpoint / "model.safetensors").unlink()
     storage.write_manifest(checkpoint)
     with pytest.raises((StorageError, InputError)):
         api.execute(make_plan(uninterrupted), run, cache=uninterrupted / "cache", resume=True)
@@ -563,12 +490,8 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tm
     assert same(tmp_path / "run", uninterrupted / "run")
 
 
-def test_hidden_files_of_tools_are_ignored(uninterrupted: Path, tmp_path: Path) -> None:
-    run = rewound(uninterrupted / "run", tmp_path / "run", 6)
-    for place in (".cache/huggingface/note.json", ".ipynb_checkpoints/config.json", ".DS_Store", "Thumbs.db"):
-        path = resume.list_checkpoints(run)[0] / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    assert storage.find_corruption(resume.list_checkpoints(run)[0]) == ""
-    (resume.list_checkpoints(run)[0] / "more.json").write_text("{}")
-    assert "more.json" in storage.find_corruption(resume.list_checkpoints(run)[0])
+def test_plugin_states_are_named_by_class() -> None:
+    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
+    both = named_by_class([other, first, second])
+    assert named_by_class([first, second]).items() <= both.items()
+    assert len(both) == 3

@@ -228,9 +228,7 @@ class Surface:
         windows = []
         for number, samples in enumerate(self.window_samples, 1):
             noise = math.exp(self.draw.gauss(0, self.window_noise))
-            windows.append(
-                Window(10 * number, 10, 10 * seconds * samples / (self.step * 10) * noise, samples, samples * self.width)
-            )
+            windows.append(Window(10 * number, 10, seconds * samples / self.step * noise, samples, samples * self.width))
         return Measurement(tuple(windows), wait)
 
 
@@ -246,9 +244,9 @@ class Found:
     """The seconds of the start over those of the setting found."""
 
 
-def searched(seed: int, limit: int = 12) -> tuple[Surface, Search, Found]:
+def searched(seed: int) -> tuple[Search, Found]:
     surface = Surface(seed)
-    search = Search(surface.axes, surface.forecast, surface.measure, limit)
+    search = Search(surface.axes, surface.forecast, surface.measure)
     search.run()
     reached, best = surface.seconds(search.best)[0], surface.best()
-    return surface, search, Found(seed, len(search.trials), reached / best - 1, surface.seconds(surface.start)[0] / reached)
+    return search, Found(seed, len(search.trials), reached / best - 1, surface.seconds(surface.start)[0] / reached)

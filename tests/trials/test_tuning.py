@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -29,8 +30,9 @@ def outcome(variant: Variant, seconds: float, wait: float = 0.0, **given: Any) -
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[Variant]]:
-    """Replaces trials by answers; returns the variants that were asked for."""
+def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Answer], list[Variant]]:
+    """Replaces trials of job.toml by answers; returns the variants that were asked for."""
+    write_job(tmp_path)
 
     def answered_by(answer: Answer) -> list[Variant]:
         asked: list[Variant] = []
@@ -55,10 +57,13 @@ def best_at_4_rows(variant: Variant, number: int) -> Outcome:
     return outcome(variant, 1 + abs(math.log2(rows_of(variant) / 4)))
 
 
+def tune(folder: Path, *arguments: str, **variables: str) -> CompletedProcess[str]:
+    return hwopt("tune", "job.toml", "--profile", "cpu", *arguments, cwd=folder, **variables)
+
+
 def test_screen_has_a_line_per_trial_and_the_result(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
     trials(best_at_4_rows)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["trial", "real", "tokens/s", "of", "the", "start", "memory", "setting"]
@@ -71,9 +76,8 @@ def test_screen_has_a_line_per_trial_and_the_result(trials: Any, tmp_path: Path)
 
 
 def test_written_profile_has_the_best_setting_and_the_same_rows_per_step(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
     trials(best_at_4_rows)
-    hwopt("tune", "job.toml", "--profile", "cpu", "-o", "mine.toml", cwd=tmp_path)
+    tune(tmp_path, "-o", "mine.toml")
     profile = Inputs().profile(str(tmp_path / "mine.toml"))
     batch = profile.content.plugins["batch"]
     assert (batch["train"], batch["gradient_accumulation_steps"]) == (4, 4)
@@ -85,9 +89,8 @@ def test_written_profile_has_the_best_setting_and_the_same_rows_per_step(trials:
 
 
 def test_start_that_is_best_writes_nothing(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
     asked = trials(lambda variant, number: outcome(variant, 1.0 if number == 1 else 2.0))
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert done.returncode == 0
     assert "best: the start: no trial is clearly faster. No file is written" in done.stdout
     assert not list(tmp_path.glob("*_tuned*.toml"))
@@ -95,9 +98,8 @@ def test_start_that_is_best_writes_nothing(trials: Any, tmp_path: Path) -> None:
 
 
 def test_json_has_all_trials(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
     trials(best_at_4_rows)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", "--format", "json", cwd=tmp_path)
+    done = tune(tmp_path, "--format", "json")
     found = json.loads(done.stdout)
     assert found["file"] == "cpu_tuned.toml"
     assert found["best"]["assignments"] == [
@@ -107,16 +109,7 @@ def test_json_has_all_trials(trials: Any, tmp_path: Path) -> None:
     assert [row["number"] for row in found["trials"]] == list(range(1, len(found["trials"]) + 1))
 
 
-def test_trials_limit_is_kept(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    asked = trials(lambda variant, number: outcome(variant, 1.0 / number))
-    done = hwopt("tune", "job.toml", "--profile", "cpu", "--trials", "3", cwd=tmp_path)
-    assert len(asked) == 3
-    assert "ended: all trials are used" in done.stdout
-
-
 def test_failed_trials_are_lines_of_the_table(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
 
     def answer(variant: Variant, number: int) -> Outcome:
         if number == 2:
@@ -126,7 +119,7 @@ def test_failed_trials_are_lines_of_the_table(trials: Any, tmp_path: Path) -> No
         return outcome(variant, 1.0)
 
     trials(answer)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert ": out of memory: The step does not fit." in done.stdout
     assert "More text" not in done.stdout
     assert ": time limit: no end after 9 s" in done.stdout
@@ -136,21 +129,18 @@ def test_failed_trials_are_lines_of_the_table(trials: Any, tmp_path: Path) -> No
     ("ending", "code", "said"),
     [
         ("out of memory", 7, "The first trial, with the profile as it is, failed: out of memory: why"),
-        ("refused", 2, "The first trial, with the profile as it is, failed: crash: why"),
         ("timed out", 2, "failed: time limit: why. Give it more with --time-limit"),
     ],
 )
 def test_start_that_fails_is_an_error(trials: Any, ending: Any, code: int, said: str, tmp_path: Path) -> None:
-    write_job(tmp_path)
     asked = trials(lambda variant, number: Outcome(variant, ending, "why"))
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert done.returncode == code
     assert said in done.stderr
     assert len(asked) == 1
 
 
 def test_interrupt_writes_the_best_so_far(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
     last = 1
 
     def answer(variant: Variant, number: int) -> Outcome:
@@ -159,11 +149,11 @@ def test_interrupt_writes_the_best_so_far(trials: Any, tmp_path: Path) -> None:
         return outcome(variant, 1.0 / number)
 
     trials(answer)
-    assert hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path).returncode == 130
+    assert tune(tmp_path).returncode == 130
     assert not list(tmp_path.glob("*_tuned*.toml")), "nothing was measured"
     last = 3
     trials(answer)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert done.returncode == 130
     assert "ended: interrupted" in done.stdout
     assert "2 trials of 40 steps; interrupted" in (tmp_path / "cpu_tuned.toml").read_text(encoding="utf-8")
@@ -173,7 +163,7 @@ def test_option_that_the_job_sets_is_named(trials: Any, tmp_path: Path) -> None:
     """Plugin tables of a job win over those of a profile, so that the tuned profile alone would change nothing."""
     write_job(tmp_path, extra="[plugins.batch]\ntrain = 8\n")
     trials(best_at_4_rows)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path)
+    done = tune(tmp_path)
     assert "note: the job sets plugins.batch.train" in done.stdout
     assert "which wins over the profile. Remove it from the job" in done.stdout
 
@@ -184,11 +174,9 @@ def test_option_that_the_job_sets_is_named(trials: Any, tmp_path: Path) -> None:
         (["--profile", "rtx3070-8gb"], 2, "Did you mean 'rtx3070_8gb'"),
         (["--profile", "cpu", "-o", "job.toml"], 2, "exists; give another name, or --force"),
         (["--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
-        (["--profile", "cpu", "--trials", "1"], 2, "--trials"),
     ],
 )
 def test_bad_input_is_one_message(trials: Any, arguments: list[str], code: int, said: str, tmp_path: Path) -> None:
-    write_job(tmp_path)
     asked = trials(best_at_4_rows)
     done = hwopt("tune", "job.toml", *arguments, cwd=tmp_path)
     assert done.returncode == code
@@ -197,23 +185,11 @@ def test_bad_input_is_one_message(trials: Any, arguments: list[str], code: int, 
     assert asked == []
 
 
-def test_launcher_is_refused(trials: Any, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    done = hwopt("tune", "job.toml", "--profile", "cpu", cwd=tmp_path, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
-    assert done.returncode == 2
-    assert "hwopt tune measures one process. Start it without a launcher" in done.stderr
-
-
-def test_micro_batches_that_the_back_off_made_smaller_do_not_fit() -> None:
-    variant = Variant("x", "cpu")
-    assert measurement_of(outcome(variant, 1.0, reduced_rows=4), "tokens").failure == "out of memory"
-    assert measurement_of(outcome(variant, 1.0), "tokens").failure is None
-
-
 def test_part_of_the_time_that_waits_for_data_is_weighted_by_the_steps() -> None:
     windows = (Window(1, 1, 1.0, 8, 80), Window(2, 1, 3.0, 8, 80))
     found = measurement_of(Outcome(Variant("x", "cpu"), "completed", windows=windows, data_waits={2: 0.5}), "samples")
     assert found.data_wait == pytest.approx(1.5 / 4)
+    assert measurement_of(outcome(Variant("x", "cpu"), 1.0, reduced_rows=4), "tokens").failure == "out of memory"
 
 
 def test_steps_that_compile_are_left_out_and_steps_that_wait_are_not() -> None:

@@ -21,7 +21,6 @@ from hwopt.trials.variants import (
     effect_between,
     loss_obstacle,
     planned_variants,
-    table_assignment,
 )
 
 PROFILE = """name = "mine"
@@ -104,13 +103,6 @@ def test_against_another_profile_only_the_differing_plugins_count(planner: Plann
     assert (steps[BASELINE], steps["+ batch"], steps["profile"], steps["- batch"]) == (8, 4, 4, 8)
 
 
-def test_assignments_count_for_every_variant(planner: Planner) -> None:
-    found = planner.candidates(None, "plugins.batch.train=2")
-    plan = found["+ batch"].plan
-    assert plan is not None
-    assert plan.batch.train == 2
-
-
 def test_plan_that_does_not_fit_is_not_run(planner: Planner) -> None:
     found = planner.candidates(fit=lambda plan: "9 of 8 GiB" if plan.batch.step == 4 else "")
     endings = {name: (each.ending, each.note) for name, each in found.items() if each.ending and each.plugin != "tf32"}
@@ -128,25 +120,10 @@ def test_refused_variant_is_a_row_with_the_message(planner: Planner) -> None:
     assert (found["+ optimizer"].ending, found["+ optimizer"].note) == ("refused", "plugin 'optimizer' needs plugin 'batch'")
 
 
-def test_refused_profile_is_an_error(planner: Planner) -> None:
-    def resolve(variant: Variant) -> Plan:
-        if variant.name == "profile":
-            raise PluginError("broken")
-        return planner(variant)
-
-    with pytest.raises(PluginError, match="broken"):
-        planned_variants(planner.contest(), resolve, lambda plan: "")
-
-
 def test_profile_without_effect_here_is_an_error(planner: Planner, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('name = "mine"\n[plugins.tf32]\n')
     with pytest.raises(InputError, match="equal plans on this machine: there is nothing to compare"):
         planner.candidates()
-
-
-def test_profile_is_not_compared_with_itself(planner: Planner) -> None:
-    with pytest.raises(InputError, match="this is the profile itself"):
-        planner.contest("mine.toml")
 
 
 def test_baseline_is_another_profile_or_none() -> None:
@@ -157,19 +134,6 @@ def test_baseline_is_another_profile_or_none() -> None:
     for against in ("none", None):
         plain = contest_of(Variant("profile", "rtx3070_8gb"), against, inputs, None)
         assert (plain.baseline.profile, plain.baseline_tables) == ("rtx3070_8gb", {})
-
-
-def test_table_becomes_one_assignment(planner: Planner) -> None:
-    text = table_assignment("batch", {"train": 4, "names": ['a "b"', "c"], "table": {"x": 1.5, "on": True}})
-    profile = planner.inputs.profile(planner.subject.profile, [text])
-    assert profile.content.plugins["batch"] == {
-        "enabled": True,
-        "train": 4,
-        "names": ['a "b"', "c"],
-        "table": {"x": 1.5, "on": True},
-    }
-    off = planner.inputs.profile(planner.subject.profile, [table_assignment("batch", None)])
-    assert "batch" not in dict(off.plugin_tables())
 
 
 def test_losses_of_other_steps_or_hyperparameters_are_not_compared(planner: Planner) -> None:

@@ -1,18 +1,14 @@
-"""Terminals in any encoding. tests/integration/test_encodings.py runs processes under limited locales."""
+"""Names and terminals in any encoding. tests/integration/test_encodings.py runs processes under limited locales."""
 
 from __future__ import annotations
 
 import pytest
 
+from hwopt.errors import InputError
+from hwopt.system.paths import refuse_non_utf8
 
-def test_unencodable_characters_are_replaced_on_the_screen(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    import io
 
-    from hwopt.cli import write_anything
-
-    write_anything()
-    raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding="ascii", errors="plain_letters") as screen:
-        screen.write("a — b … 2×3 é 🦜 \udcff")
-        screen.flush()
-        assert raw.getvalue() == b"a - b ... 2x3 ? ? ?"
+def test_non_utf8_name_is_refused() -> None:
+    refuse_non_utf8("träin 🦜.csv", "data:")
+    with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; use another name"):
+        refuse_non_utf8("a\udcff", "data:")
