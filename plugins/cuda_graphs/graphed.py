@@ -51,6 +51,7 @@ class GraphedForwardBackward(ForwardBackward):
         """Their gradients in steps of several micro-batches: the same memory in each step. Empty until a graph needs them."""
         self.stream = torch.cuda.Stream()
         self.graphs: dict[Key, Graph] = {}
+        self.seen = Counter[Key]()
         self.failed = Counter[Key]()
         self.refused: dict[Key, str] = {}
         """Shapes whose capture failed twice -> why. Once may be a kernel that is compiled or tuned for the shape."""
@@ -64,6 +65,7 @@ class GraphedForwardBackward(ForwardBackward):
             self.begin_step(alone=last)
         inputs = [*micro_batch.inputs.values(), micro_batch.targets]
         key = (self.alone, *micro_batch.inputs, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        self.seen[key] += 1
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
         graph = None if large else self.graph_of(key, micro_batch, inputs)
         if graph is None:
@@ -102,7 +104,17 @@ class GraphedForwardBackward(ForwardBackward):
         if not self.trained or key in self.refused or self.out_of_memory > 1:
             return None
         self.graphs.pop(key, None)
-        return None if len(self.graphs) >= self.most else self.capture(key, micro_batch, inputs)
+        if len(self.graphs) >= self.most and not self.forget_a_rarer_one(key):
+            return None
+        return self.capture(key, micro_batch, inputs)
+
+    def forget_a_rarer_one(self, key: Key) -> bool:
+        """Drop the graph of the shape that came least often, if that of `key` came twice as often. Returns whether it did."""
+        rarest = min(self.graphs, key=self.seen.__getitem__)
+        if self.seen[key] < 2 * self.seen[rarest]:
+            return False
+        del self.graphs[rarest]
+        return True
 
     def capture(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
         """Capture both passes of a shape; nothing is computed. None, with one warning, if its operators cannot be captured."""
