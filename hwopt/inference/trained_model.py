@@ -88,7 +88,7 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
         raise InputError(f"{path}: {what}.{nearest(path.name, names)} Give a run folder, such as runs/NAME")
     path = path.absolute()
     if (path / "job.toml").is_file():
-        run, folder = path, path / "final"
+        run, folder = path, path if (path / "README.md").is_file() else path / "final"  # a final/ has a model card
     elif (path.parent / "job.toml").is_file():
         run, folder = path.parent, path
     else:

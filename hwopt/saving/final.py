@@ -12,6 +12,9 @@ from hwopt.saving.model_files import write_model
 from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import staged
 
+PLAN_FILES = ("job.toml", "plan.json")
+"""What `hwopt predict` reads of a run beside its model, so that `final/` can be copied elsewhere alone."""
+
 
 def save_final(run: SavableRun, writer: AsyncWriter, card: str) -> Path:
     """Write `final/` and return its path, after the recipe's `final_steps` (merge adapters, fp32 weights). All ranks call it.
@@ -36,4 +39,7 @@ def write_final(run: SavableRun, model: Any, target: Path, card: str) -> None:
         model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
         write_model(run, model, weights, folder)
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
+        for name in PLAN_FILES:
+            if (run.folder / name).is_file():  # a run by the Python API has none
+                shutil.copy(run.folder / name, folder)
     shutil.rmtree(run.extras, ignore_errors=True)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
@@ -22,15 +20,16 @@ from hwopt.saving.model_card import model_card
 from hwopt.saving.plugin_state import Stateful
 from hwopt.saving.save_timing import SAVE
 from hwopt.saving.state_size import require_space_for_run
-from hwopt.system import signals
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation
 from hwopt.training.early_stopping import EarlyStopping
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
+from hwopt.training.interruption import signalled, signals_acknowledged, stop
 from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
 from hwopt.training.memory_pressure import MemoryPressure
+from hwopt.training.preflight import preflight
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
 from hwopt.training.samples import GeneratedSamples
@@ -80,57 +79,13 @@ class Loop:
     def train(self) -> Summary:
         self.restore()
         self.run.listener.on_start(self.run)
-        self.preflight()
-        with signals.deferred(self.acknowledge), save_on_failure(self.run, self.telemetry, self.checkpoints):
+        preflight(self.run, self.accumulation, self.evaluation)
+        with signals_acknowledged(self.run), save_on_failure(self.run, self.telemetry, self.checkpoints):
             with self.use.running():
                 action = self.steps()
             if action > SAVE:
-                self.stop(action)
+                stop(self.run, action, self.checkpoints)
             return self.write_final()
-
-    def acknowledge(self, number: int) -> None:
-        """Answer a signal with a line on the screen, because the step may take a while."""
-        if self.run.world_size == 1:  # launchers send ranks signals of their own, which no user asked for
-            signals.announce_stop()
-
-    def stop(self, code: int) -> NoReturn:
-        """Save the run and end it, because a signal asked for it. All ranks call it, and wait for the one that writes."""
-        run = self.run
-        signals.record_remote_signal(code)
-        self.checkpoints.save()
-        self.writer.wait()
-        run.engine.all_reduce_max(0)
-        run.say(f"Stopped after step {run.step:,}, saved in {run.folder}. The same command with --resume continues it")
-        raise signals.exception_for(code)
-
-    def signalled(self) -> int:
-        """The exit code of a signal that any rank received, or 0. All ranks call it."""
-        code: int = self.run.engine.all_reduce_max(signals.received() or 0)
-        return code
-
-    def preflight(self) -> None:
-        """Evaluate the longest samples, and train on them if the planner chose the batch: what may not fit fails before step 1.
-
-        What building the model left in the allocator is freed before: after a quantization, most of it has sizes that no step
-        asks for.
-        """
-        release_unused_memory()
-        self.evaluation.preflight()
-        self.run.model.train()
-        if self.run.plan.chose and self.run.checkpoint is None:
-            self.try_training()
-
-    def try_training(self) -> None:
-        """Forward and backward with the longest samples; `on_out_of_memory` gets the rows that fit. Only the rung changes."""
-        run, backoff, mark = self.run, self.backoff, self.telemetry.mark()
-        batch, rung = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device), backoff.rung
-        try:
-            self.accumulation.accumulate(batch, "with the longest samples")
-        finally:
-            for tried in range(rung + 1, backoff.rung + 1):
-                run.listener.on_out_of_memory(run, max(1, run.batch.train >> tried))
-        run.engine.zero_grad()
-        self.telemetry.reset_to(mark)
 
     def restore(self) -> None:
         """Restore the checkpoint that the run resumes from. Nothing is written before: the checkpoint may not fit this run."""
@@ -219,7 +174,7 @@ class Loop:
         with self.telemetry.paused():
             metrics = self.evaluation.evaluate()
             if metrics is None:
-                return self.signalled()
+                return signalled(self.run)
             self.early_stopping.observe(metrics[self.best.metric])
             self.best.consider(metrics, self.evaluation.details)
             self.samples.show()
@@ -240,8 +195,8 @@ class Loop:
         self.report(self.telemetry.flush())
         seconds = self.telemetry.seconds
         self.writer.wait()
-        if code := self.signalled():
-            self.stop(code)  # before the best weights replace those of the last step
+        if code := signalled(run):
+            stop(run, code, self.checkpoints)  # before the best weights replace those of the last step
         if self.checkpoints.timing.at_end():
             self.checkpoints.save()  # a run with more steps resumes from here
             self.writer.wait()

@@ -96,6 +96,7 @@ def train_steps(run: Run) -> int | None:
     from hwopt.saving.async_writer import AsyncWriter
     from hwopt.training.failure import report_oom
     from hwopt.training.loop import Loop
+    from hwopt.training.preflight import preflight
     from hwopt.training.summary import summarize
 
     writer = AsyncWriter(run)
@@ -105,7 +106,7 @@ def train_steps(run: Run) -> int | None:
             with run.engine.synchronized(loop.backoff):
                 run.engine.init_state()
             run.listener.on_start(run)
-            loop.preflight()
+            preflight(run, loop.accumulation, loop.evaluation)
             run.eval_loader = None  # no evaluation is due without it
             with loop.use.running():
                 loop.steps()

@@ -110,6 +110,14 @@ def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_p
     assert free_names(["a", "a_2"], ["a"]) == {"a": "a_2", "a_2": "a_2_2"}
 
 
+def test_final_copied_alone_predicts_as_the_run(classifier: Path, tmp_path: Path) -> None:
+    source = write_samples(tmp_path / "in.jsonl", 5, seed=3)
+    copied = shutil.copytree(classifier / "final", tmp_path / "copied")
+    for name, model in (("run", classifier), ("copied", copied)):
+        assert api.predict(model, str(source), tmp_path / f"{name}.jsonl").predicted == 5
+    assert (tmp_path / "copied.jsonl").read_text() == (tmp_path / "run.jsonl").read_text()
+
+
 def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, sizes, warnings = write_samples(tmp_path / "in.jsonl", 20, seed=3), [], []
     from hwopt.tasks.predictors import ClassPredictor
