@@ -10,6 +10,7 @@ from typing import Any
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
+from hwopt.errors import InputError
 from hwopt.export.arguments import LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
@@ -20,21 +21,27 @@ SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile
 
 def own_words(args: Any) -> dict[str, Any]:
     """The arguments whose values differ from the defaults of their class. A default that is set on purpose cannot be told."""
-    with contextlib.suppress(Exception):  # a class of the user's may need more arguments
-        default = type(args)(output_dir=args.output_dir, **({"use_cpu": True} if args.use_cpu else {}))
-        found = {
-            field.name: plain(getattr(args, field.name))
-            for field in dataclasses.fields(args)
-            if field.init and plain(getattr(args, field.name)) != plain(getattr(default, field.name, None))
-        }
-        if not args.fp16 and not args.bf16 and found.keys() & {"fp16", "bf16"}:
-            found["mixed_precision"] = "no"
-        if "activation_checkpointing" in found:  # the new name of transformers for the same
-            found.pop("gradient_checkpointing", None)
-        if found.get("fp16") or found.get("bf16"):
-            found.pop("bf16" if args.fp16 else "fp16", None)
-        return {word: value for word, value in found.items() if word not in SIZES}
-    return {}
+    default = with_defaults(args)
+    found = {
+        field.name: plain(getattr(args, field.name))
+        for field in dataclasses.fields(default)
+        if field.init and plain(getattr(args, field.name)) != plain(getattr(default, field.name, None))
+    }
+    if not args.fp16 and not args.bf16 and found.keys() & {"fp16", "bf16"}:
+        found["mixed_precision"] = "no"
+    if "activation_checkpointing" in found:  # the new name of transformers for the same
+        found.pop("gradient_checkpointing", None)
+    if found.get("fp16") or found.get("bf16"):
+        found.pop("bf16" if args.fp16 else "fp16", None)
+    return {word: value for word, value in found.items() if word not in SIZES}
+
+
+def with_defaults(args: Any) -> Any:
+    """An object of the class of `args`, or of the nearest class below it that needs no more arguments, with its defaults."""
+    for cls in type(args).__mro__:
+        with contextlib.suppress(Exception):
+            return cls(output_dir=args.output_dir, **({"use_cpu": True} if args.use_cpu else {}))
+    raise InputError(f"{type(args).__name__} cannot be made with its defaults, so what you set cannot be told from them")
 
 
 def script_of(args: Any, lacks: Mapping[str, str]) -> Script:
@@ -77,7 +84,8 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
             args.mixed_precision = precision
     for key, name in LOADER.items():
         if key in recipe.loader:
-            put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]"))
+            random = " (random masks and augmentations differ in workers)" if key == "num_workers" and recipe.loader[key] else ""
+            put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]") + random)
     applied = {entry.name: entry.author for entry in plan.applied()}
     for name in SWITCHES:
         plugin = plugin_aliases().get(name, "").partition("plugins.")[2].partition(".")[0]

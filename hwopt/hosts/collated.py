@@ -110,9 +110,17 @@ def micro_batches(
         for group in halved(cut(lengths, rows), halvings):
             inputs = sliced(batch, list(group), max(lengths[row] for row in group))
             part = labels_in(inputs, shifted) if law == "labels" else len(group)
+            if total > part == 0:
+                continue  # the mean over no label is not a number
             weight = 1.0 if law == "sum" else part / max(1, total)
             found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group)))
     return found
+
+
+def ignores_rows(batches: Sequence[Batch]) -> bool:
+    """Whether some rows have the label -100, over which a classifier's mean does not go."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch]
+    return any(each.ndim == 1 and not each.is_floating_point() and bool(each.eq(-100).any()) for each in labels)
 
 
 def halved(groups: Iterable[Sequence[int]], halvings: int) -> Iterable[Sequence[int]]:

@@ -75,11 +75,19 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found |= dict.fromkeys(("optimizer", "optimizer_wraps"), optimizer)
     if loader := overridden(trainer, OWN_LOADER):
         found["loader"] = f"{loader} makes the DataLoader"
+    if is_stream(given.get("train_dataset")):
+        found["loader"] = "each worker would repeat your IterableDataset; set dataloader_num_workers where it shares its rows"
     if args.use_liger_kernel:
         found["loss"] = "use_liger_kernel of your arguments chooses the kernels of the loss"
     if any(cls.__name__ in GENERATING for cls in trainer.__mro__):
         found |= dict.fromkeys(STEP_FIELDS, "the trainer makes its rows inside the step")
     return found
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether `dataset` is a stream of rows. Those of the library datasets share their rows among workers themselves."""
+    own = isinstance(dataset, torch.utils.data.IterableDataset)
+    return own and type(dataset).__module__.partition(".")[0] != "datasets"
 
 
 def engine_lacks(engine: str) -> dict[str, str]:

@@ -82,7 +82,7 @@ def words_of_python() -> Iterator[None]:
         yield
     except InputError as error:
         text = re.sub(r"^--set: ", "", str(error), flags=re.MULTILINE)
-        raise InputError(re.sub(r"--profile (?=')", "profile ", text)) from error
+        raise InputError(text.replace("--profile ", "profile ")) from error
 
 
 @words_of_python()
@@ -108,6 +108,8 @@ def plan_for(
     if profile == "auto":
         found = auto_profile.choose(hardware, inputs)
         profile, why = found.nearest.name, (f"profile auto: {found.reason}",)  # the script gives the rows
+    for name in tables:
+        inputs.registry.plugin(name)  # a misspelt one that is turned off would stay on
     asked = list(assignments_of(tables))
     before = inputs.profile(profile, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,16 @@ class Session:
             raise InputError("no optimizer yet: call session.optimizer(parameters) first, or pass yours to accelerator.prepare()")
         trained = [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
         repeats = bool(self.additive) and self.run.world_size == 1 and all(parameter.grad is None for parameter in trained)
-        before = len(self.parts)
+        before, shared = len(self.parts), self.run.accelerator is not None and self.run.world_size > 1
         while True:
             total = torch.zeros((), device=self.run.device)
             try:
-                for part in self.micro_batches(batch):
-                    weighted = loss(part.inputs) * part.weight
-                    backward(weighted)
+                parts = list(self.micro_batches(batch))
+                for number, part in enumerate(parts, 1):
+                    # ranks have other numbers of parts, and gradients meet once
+                    with self.run.accelerator.no_sync(self.run.model) if shared and number < len(parts) else nullcontext():
+                        weighted = loss(part.inputs) * part.weight
+                        backward(weighted)
                     total = total + weighted.detach()
                 self.backoff.step_succeeded()
                 return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -61,14 +61,30 @@ def optimized(
     return type(trainer_class.__name__, (OptimizedTrainer, trainer_class), members)
 
 
+def given_by_name(classes: Sequence[type], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the first class's constructor, by name; *args and **kwargs belong to the class below it."""
+    signature = inspect.signature(classes[0].__init__)  # type: ignore[misc]
+    bound = signature.bind(None, *positional, **named).arguments
+    found, rest, more = {}, (), {}
+    for name, value in list(bound.items())[1:]:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = value
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            more = value
+        else:
+            found[name] = value
+    return found | (given_by_name(classes[1:], rest, more) if rest or more else {})
+
+
 class OptimizedTrainer:
     """In front of a Trainer class: overrides hooks that Trainer documents for subclasses, and calls each of them."""
 
     _settings: Any
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        bound = inspect.signature(super().__init__).bind(*positional, **named)
-        given, settings = bound.arguments, self._settings
+        parents = type(self).__mro__[type(self).__mro__.index(OptimizedTrainer) + 1 :]
+        given, settings = given_by_name(parents, positional, named), self._settings
         self._own_args = given.get("args") or default_arguments(type(self), given.get("model"))
         args = copy.copy(self._own_args)
         model = given.get("model")
@@ -85,7 +101,7 @@ class OptimizedTrainer:
             given["model"] = self._run.fitted(model)
         for line in (*found.lines(), *changed):
             self._run.say(line)
-        super().__init__(*bound.args, **bound.kwargs)
+        super().__init__(**given)
         self._bind(isinstance(model, str))
 
     def _bind(self, named: bool) -> None:

@@ -14,8 +14,8 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError
 from hwopt.hardware.cuda_memory import release_unused_memory
-from hwopt.hosts.additivity import Additivity, additivity_of, inner, shifts_labels
-from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels
+from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line
@@ -121,7 +121,9 @@ class TrainerStep:
         known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
         pad_id = next((number for number in known if number is not None), None)
         shifted = shifts_labels(trainer.model)
-        return micro_batches(batches, law.law, cut, rows, halvings, pad_id=pad_id, shifted=shifted, pairs=law.pairs)
+        by_labels = law.law == "rows" and self.additive is None and ignores_rows(batches)
+        how: Law = "labels" if by_labels else law.law
+        return micro_batches(batches, how, cut, rows, halvings, pad_id=pad_id, shifted=shifted, pairs=law.pairs)
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
 import hwopt
 from hwopt.errors import DoesNotFitError, InputError, PluginError
 from hwopt.hosts.additivity import additivity_of
+from hwopt.hosts.arguments import own_words
 from hwopt.hosts.limits import lacks_of
 from hwopt.runs.record import read_record
 
@@ -205,6 +207,52 @@ def test_model_init_and_positional_arguments(tmp_path: Path) -> None:
     assert loss(optimized(), tmp_path / "ours") == pytest.approx(loss(Trainer, tmp_path / "plain"), rel=CLOSE)
 
 
+class Passes(Trainer):
+    def __init__(self, *positional: Any, scale: float = 1.0, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.scale = scale
+
+
+def test_rows_without_a_label_do_not_count(tmp_path: Path) -> None:
+    """The loss of a classifier is a mean over the rows whose label is not -100; some micro-batches have none."""
+
+    def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = padded(features, classes=True)
+        return batch | {"labels": batch["labels"].masked_fill(batch["attention_mask"].sum(1) % 3 > 0, -100)}
+
+    def steps(cls: Any, folder: Path) -> Steps:
+        reset()
+        trainer = cls(bert(), arguments(folder), collate, rows(), scale=2.0, callbacks=[log := Log()])
+        assert trainer.scale == 2
+        trainer.train()
+        return log.steps
+
+    ours = hwopt.optimized(Passes, "cpu", **(SPLIT | {"batch": {"train": 2}}))
+    assert farthest(steps(ours, tmp_path / "ours"), steps(Passes, tmp_path / "plain")) < CLOSE
+
+
+@dataclass
+class NeedsPath(TrainingArguments):
+    data_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.data_path:
+            raise ValueError("data_path is missing")
+        super().__post_init__()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+def test_arguments_that_have_no_defaults_and_streams_of_rows_stay_the_script_s(tmp_path: Path) -> None:
+    args = arguments(tmp_path, NeedsPath, data_path="x", optim="adafactor")
+    assert own_words(args)["optim"] == "adafactor"
+    assert "would repeat your IterableDataset" in lacks_of(Trainer, args, {"train_dataset": Stream()})["loader"]
+    assert "loader" not in lacks_of(Trainer, args, {"train_dataset": IterableDataset.from_generator(rows)})
+
+
 def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_script(tmp_path: Path) -> None:
     """No tokenizer is given: the token that pads is that of the model's config, which finds the last token of a row by it."""
 
@@ -288,6 +336,7 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
     settings: list[tuple[dict[str, Any], str]] = [
         ({"additive": "mean"}, "additive = 'mean': expected one of"),
         ({"no_such_plugin": {"a": 1}}, "no_such_plugin"),
+        ({"length_batchin": False}, "no plugin 'length_batchin' is installed. Did you mean 'length_batching'"),
         ({"batch": 4}, "expected the options of plugin 'batch' as a dict"),
     ]
     for given, message in settings:

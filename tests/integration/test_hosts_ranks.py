@@ -7,11 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.scripts import bert, farthest, llama, train
+import torch
+from accelerate import Accelerator
+from hosts.scripts import bert, farthest, llama, padded, rows, train
 from integration.forks import forked_ranks, wait_for_exit
 from transformers import Trainer
 
 import hwopt
+
+
+def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) -> None:
+    """Of `accumulate_batch`: the rows of rank 0 are longer, and computed in more parts."""
+
+    def work(rank: int, ours: bool) -> None:
+        accelerator: Any = (
+            hwopt.Accelerator("cpu", additive="rows", cpu=True, batch={"train": 4}) if ours else Accelerator(cpu=True)
+        )
+        plain = bert()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        batch = padded(rows()[:8] if rank == 0 else [rows()[0]] * 4, classes=True)
+        if ours:
+            accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss)
+        else:
+            accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        if rank == 0:
+            torch.save(accelerator.unwrap_model(model).classifier.weight, tmp_path / f"{ours}.pt")
+
+    for ours in (False, True):
+        output = tmp_path / f"{ours}.txt"
+        ranks = forked_ranks(lambda rank, ours=ours: work(rank, ours), 2, tmp_path, output)
+        assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
+    torch.testing.assert_close(torch.load(tmp_path / "True.pt"), torch.load(tmp_path / "False.pt"))
 
 
 @pytest.mark.parametrize("make", [bert, llama])
