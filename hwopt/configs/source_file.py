@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def comments(self) -> tuple[str, ...]:
-        """All comments that belong to the entry, from top to bottom."""
+        """From top to bottom."""
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
@@ -108,14 +108,11 @@ def from_json(text: str, name: str) -> SourceFile:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"{name}:{error.lineno}"
-        problem = f"is not valid JSON: {error.msg} (column {error.colno})"
-        raise InputError(f"{where}: {problem}") from error
+        raise InputError(f"{name}:{error.lineno}: is not valid JSON: {error.msg} (column {error.colno})") from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise InputError(f"{name}: expected keys and values, found a JSON {kind}")
+        raise InputError(f"{name}: expected keys and values, found a JSON {type(found).__name__}")
     # in JSON a tab is white space between values only
     return from_yaml(text.replace("\t", " "), name, "JSON")
 
@@ -132,13 +129,11 @@ def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
     except RecursionError as error:
         raise InputError(f"{name}: cannot be read as {language}: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
-        expected = "expected keys and values, such as `learning_rate: 2.0e-5`"
-        raise InputError(f"{name}: {expected}; found none")
+        raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
     refuse_large(node, name)
     walk = Walk(name)
     walk.mapping(node, ())
-    entries = SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced))
-    return with_comments(entries, text, comments)
+    return with_comments(SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced)), text, comments)
 
 
 def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
