@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
 from hwopt.config.job_paths import with_paths_from
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
-from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple
+from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
 from hwopt.config.task_kinds import kinds_that_read, task_class, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml, with_assignments
 from hwopt.config.validation import validate
@@ -135,7 +135,9 @@ class TaskOptions(Table):
     """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which is not a sum over micro-batches."""
-    class_weights: Annotated[Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), ChangesLoss()] = None
+    class_weights: Annotated[
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen), ChangesLoss()
+    ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     rouge: bool = False
     """Sequence-to-sequence: generate a text for each evaluation sample and compare it with the target, by ROUGE."""

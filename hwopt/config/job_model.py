@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
-from hwopt.config.job_values import Source, Table
+from hwopt.config.job_values import FrozenDict, Source, Table
 
 
 class Model(Table):
@@ -14,7 +14,7 @@ class Model(Table):
 
     name: Source | None = None
     """A hub name, or a folder made with save_pretrained()."""
-    config: dict[str, Any] | None = None
+    config: Annotated[dict[str, Any], AfterValidator(FrozenDict)] | None = None
     """Keys of the architecture's config, with `model_type`."""
     tokenizer: Source | None = None
     """A hub name or folder; default: the model's own, or one trained on the job's texts."""

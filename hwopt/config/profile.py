@@ -163,9 +163,8 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
-            raise InputError(
-                f"--profile {spec}: {'no such file' if kind == 'missing' else 'not a regular file; give a TOML file'}"
-            )
+            problem = "no such file" if kind == "missing" else "not a regular file; give a TOML file"
+            raise InputError(f"--profile {spec}: {problem}")
         return path
     if spec not in files:
         near = nearest(re.sub(r"\W", "", spec).lower(), sorted([*files, "auto"]))  # for example "RTX 3070"

@@ -17,6 +17,9 @@ from hwopt.hardware.device import Hardware, described
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in profile_files().items()}
 OWN_CARDS = [name for name, text in TEXTS.items() if "[card]" in text and "\namd = " not in text and name != "cpu"]
 KNOWN = (Path(hwopt.config.card.__file__).parent / "cards.toml").read_text(encoding="utf-8").split("[[cards]]")[1:]
+SOURCE = re.compile(
+    r"NVIDIA's page of the card|NVIDIA .*(white paper|data sheet)|[Tt]he same (table|paper|data sheet)|rates per SM"
+)
 FORMULA = re.compile(r"(\d+)(?: SM| #) x (\d+) FMA x 2 x ([\d.]+) GHz")
 
 
@@ -99,48 +102,23 @@ def test_memory_limit_keeps_the_card() -> None:
 
 
 @pytest.mark.parametrize("name", OWN_CARDS)
-def test_peaks_follow_from_the_stated_formulas(name: str) -> None:
-    """SM x FMA x 2 x clock, in the comment above or beside dense_tflops, gives the tensor peak."""
-    text = profile_files()[name].read_text(encoding="utf-8")
-    card = shipped(name).card
-    cards = [card.match, *(variant.match for variant in card.variants)]
-    blocks = re.split(r"\[\[card\.variants\]\]", text.split("[card]")[1].split("[tuned_for]")[0])
-    assert len(blocks) == len(cards)
-    checked = 0
-    for match, block in zip(cards, blocks, strict=True):
-        if formula := FORMULA.search(block):
-            number, rate, clock = int(formula[1]), int(formula[2]), float(formula[3])
-            peak = float(re.findall(r"fp16 = ([\d.]+)", block)[0])
-            assert number * rate * 2 * clock / 1000 == pytest.approx(peak, rel=0.015), match
-            checked += 1
-    assert checked
-
-
-@pytest.mark.parametrize("name", OWN_CARDS)
-def test_figures_of_cards_name_their_source(name: str) -> None:
-    """A comment beside each bandwidth, and beside or above each table of peaks, names NVIDIA's paper, sheet or page."""
-    text = profile_files()[name].read_text(encoding="utf-8")
-    lines = text.split("[card]")[1].split("[tuned_for]")[0].splitlines()
-    known = re.compile(
-        r"NVIDIA's page of the card|NVIDIA .*(white paper|data sheet)|[Tt]he same (table|paper|data sheet)|rates per SM"
-    )
-    found = 0
-    for number, line in enumerate(lines):
-        if line.startswith(("memory_bandwidth_gbps", "dense_tflops")):
-            comments = [line.partition("#")[2]]
-            if line.startswith("dense_tflops"):
-                comments += [above for above in lines[number - 2 : number] if above.startswith(("#", "multiprocessors"))]
-            assert known.search(" ".join(comments)), line
-            found += 1
-    assert found >= 2
-
-
-@pytest.mark.parametrize("name", OWN_CARDS)
-def test_bandwidth_follows_from_the_stated_bus(name: str) -> None:
-    """Bus width x data rate, in the comment beside a bandwidth, gives the bandwidth."""
-    text = profile_files()[name].read_text(encoding="utf-8")
+def test_figures_follow_from_their_comments_and_name_a_source(name: str) -> None:
+    """SM x FMA x 2 x clock gives the tensor peak, and bus width x data rate the bandwidth."""
+    text, card = TEXTS[name].split("[card]")[1].split("[tuned_for]")[0], shipped(name).card
+    blocks = text.split("[[card.variants]]")
+    assert len(blocks) == 1 + len(card.variants)
+    peaks = [(block, formula) for block in blocks if (formula := FORMULA.search(block))]
+    assert peaks
+    for block, formula in peaks:
+        peak = float(re.findall(r"fp16 = ([\d.]+)", block)[0])
+        assert int(formula[1]) * int(formula[2]) * 2 * float(formula[3]) / 1000 == pytest.approx(peak, rel=0.015), block
     for gbps, bits, rate in re.findall(r"memory_bandwidth_gbps = (\d+) #.*?(\d+) bit x ([\d.]+) Gbit/s", text):
         assert int(bits) * float(rate) / 8 == pytest.approx(float(gbps), rel=0.01), (gbps, bits, rate)
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(("memory_bandwidth_gbps", "dense_tflops")):
+            above = lines[number - 2 : number] if line.startswith("dense_tflops") else []
+            assert SOURCE.search(" ".join([*above, line.partition("#")[2]])), line
 
 
 def test_max_perf_sets_every_plugin_option_itself() -> None:
