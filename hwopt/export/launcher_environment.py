@@ -17,7 +17,7 @@ from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_regular_file
-from hwopt.text import truncate
+from hwopt.text import listing, truncate
 
 NEUTRAL = frozenset({"", "0", "no", "false", "none"})
 ENGINES = {
@@ -42,6 +42,22 @@ MAX_BYTES = 1_000_000
 """Maximum size of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change only its output."""
+SWITCHES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_CPU_AFFINITY"),
+    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "FORK_LAUNCHED", "USE_TORCH_XLA"),
+)
+"""Boolean variables of Accelerate; it reads some of them on import."""
+YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+
+
+def refuse_odd_switches(environment: Mapping[str, str]) -> None:
+    """Raise InputError for boolean variables that are neither on nor off. Accelerate's own error would not name them."""
+    problems = Problems()
+    for name in SWITCHES:
+        if name in environment and environment[name].lower() not in (*YES, *NO):
+            accepted = f"expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
+            problems.add(f"{name}={truncate(environment[name])}: {accepted}")
+    problems.raise_if_any(InputError)
 
 
 def refuse_contradictions(

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils import str_to_bool
 
 from hwopt.errors import InputError
-from hwopt.export.launcher_environment import missing_ranks, refuse_contradictions
+from hwopt.export.launcher_environment import NO, YES, missing_ranks, refuse_contradictions, refuse_odd_switches
 from hwopt.hardware.device import described
 from hwopt.system.ranks import rank_and_world
 
@@ -102,6 +103,15 @@ def test_contradicting_deepspeed_file_is_refused(text: str | None, expected: str
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
         refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
+
+
+def test_switch_must_be_on_or_off_as_accelerate_reads_it() -> None:
+    for value in (*YES, *NO, "True"):
+        refuse_odd_switches({"ACCELERATE_USE_CPU": value})
+        assert str_to_bool(value) == (value.lower() in YES)
+    for value in ("perhaps", "", " true"):
+        with pytest.raises(InputError, match="^ACCELERATE_USE_CPU=.*expected one of 1, true, .* unset it$"):
+            refuse_odd_switches({"ACCELERATE_USE_CPU": value})
 
 
 def test_rank_and_world_size_come_from_the_environment() -> None:

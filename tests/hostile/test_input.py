@@ -391,7 +391,7 @@ VARIABLES: list[dict[str, str]] = [
     *({name: value} for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") for value in ("abc", "-1", "1.5", "٣", "\x1b[31m", HUGE)),
     *({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "0"}, TWO, TWO | {"MASTER_ADDR": "localhost"}),
     TWO | {"MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
-    *({f"ACCELERATE_{name}": "no-such"} for name in ("MIXED_PRECISION", "DYNAMO_BACKEND")),
+    *({f"ACCELERATE_{name}": "no-such"} for name in ("MIXED_PRECISION", "DYNAMO_BACKEND", "USE_CPU")),
     {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "abc"},
     *({f"ACCELERATE_USE_{engine}": "true"} for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM")),
 ]
