@@ -90,18 +90,10 @@ class Card(Table):
         names = (*self.match, *(name for variant in self.variants for name in variant.match))
         return max((name for name in names if longest_match([name], device)), key=len, default="")
 
-    def longest_name(self, device: str) -> int:
-        """The length of `name_in`."""
-        return len(self.name_in(device))
-
     def describes(self, hardware: Hardware) -> bool:
         """Whether `hardware` is this card, or a variant of it with the same memory."""
-        same = (
-            (self.capability, self.amd or "") == (hardware.compute_capability, hardware.amd)
-            and self.memory_gib is not None
-            and self.same_memory(hardware)
-        )
-        return same and self.longest_name(hardware.name) > 0
+        same = (self.capability, self.amd or "") == (hardware.compute_capability, hardware.amd) and self.memory_gib is not None
+        return same and self.same_memory(hardware) and bool(self.name_in(hardware.name))
 
     def same_memory(self, hardware: Hardware) -> bool:
         """Whether `hardware` has about the memory of this card; a memory limit does not count."""

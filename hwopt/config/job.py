@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
@@ -68,7 +68,7 @@ class Data(Table):
     """Causal language modelling: the tokenizer's end-of-text token in training and in final/; default: its own."""
     assistant_turns: Literal["all", "last"] = "all"
     """The answers in a conversation that count in the loss."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
     """Causal language modelling: prompts for which the model writes a sample after each evaluation."""
     max_length: int | None = Field(default=None, ge=2)
     """In tokens; longer texts are cut."""
@@ -82,11 +82,6 @@ class Data(Table):
     """Skip unusable rows and list them, or stop at the first one."""
     max_bad_rows: float | None = Field(default=None, ge=0, le=1)
     """Allowed fraction of unusable rows of a file; default: 0.05, and no label may occur in unusable rows only."""
-
-    @field_validator("sample_prompts", mode="before")
-    @classmethod
-    def _prompts(cls, value: Any) -> Any:
-        return as_tuple(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Data:
@@ -251,12 +246,12 @@ def without_alternatives(document: Document, assignments: Sequence[str]) -> Docu
 
 
 def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
+    known = (*TABLES, "plugins")
     for assignment in assignments:
-        key, _ = parse_assignment(assignment)
-        if key[0] not in (*TABLES, "plugins"):
-            known = (*TABLES, "plugins")
+        table = parse_assignment(assignment)[0][0]
+        if table not in known:
             raise InputError(
-                f"--set {key[0]}…: there is no table {key[0]!r}.{nearest(key[0], known)} It is one of: {listing(known)}"
+                f"--set {table}…: there is no table {table!r}.{nearest(table, known)} It is one of: {listing(known)}"
             )
     document = with_assignments(without_alternatives(document, assignments), assignments, TABLES)
     job = validate(Job, document)

@@ -29,9 +29,8 @@ def _shape(value: Any, mixtures: bool) -> Any:
         raise ValueError(f"is empty; expected {forms}")
     if isinstance(value, str):
         return value
-    kinds = (
-        {dict if isinstance(each, MixedSource) else type(each) for each in value} if isinstance(value, list | tuple) else set()
-    )
+    parts = value if isinstance(value, list | tuple) else ()
+    kinds = {dict if isinstance(each, MixedSource) else type(each) for each in parts}
     if kinds not in ({str}, {dict}) or (kinds == {dict} and not mixtures):
         raise ValueError(f"expected {forms}, got {truncate(value)}")
     if kinds == {dict} and len(value) == 1:

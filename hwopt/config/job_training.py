@@ -71,13 +71,9 @@ class Training(Table):
     """Create the repository as a private one."""
 
     @model_validator(mode="after")
-    def _repository_to_push_to(self) -> Training:
+    def _consistent(self) -> Training:
         if self.push_to_hub and self.hub_model_id is None:
             raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
-        return self
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Training:
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise ValueError("warmup_ratio and warmup_steps exclude each other")
         return self

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from hwopt.config.card import Card, Positive, longest_match
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Table
-from hwopt.config.toml import MAX_DEPTH, Document, Key, read_toml, with_assignments
+from hwopt.config.toml import Document, Key, read_toml, with_assignments
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
@@ -163,9 +163,8 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     path = Path(spec)
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
-            raise InputError(
-                f"--profile {spec}: {'no such file' if kind == 'missing' else 'not a regular file; give a TOML file'}"
-            )
+            problem = "no such file" if kind == "missing" else "not a regular file; give a TOML file"
+            raise InputError(f"--profile {spec}: {problem}")
         return path
     if spec not in files:
         near = nearest(re.sub(r"\W", "", spec).lower(), sorted([*files, "auto"]))  # for example "RTX 3070"
@@ -209,8 +208,6 @@ class _Parents:
         found = self.files.get(name, beside)
         if found in (*children, path):
             raise InputError(f"{where}: extends: {name!r} extends itself in a circle")
-        if len(children) >= MAX_DEPTH:
-            raise InputError(f"{where}: extends: {name!r} would be the {MAX_DEPTH + 1}th profile in a line of parents")
         return found
 
 

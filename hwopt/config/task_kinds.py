@@ -1,7 +1,4 @@
-"""The installed kinds of tasks, found through the entry-point group `hwopt.tasks`: name -> a subclass of `hwopt.tasks.base.Task`.
-
-The tasks of hwopt are registered in the same way. A class is imported when a job names it.
-"""
+"""The installed kinds of tasks: name -> a subclass of `hwopt.tasks.base.Task`, from the entry-point group `hwopt.tasks`."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ tomllib reads (fast, strict, TOML 1.0); it keeps no positions, so a small scan o
 from __future__ import annotations
 
 import codecs
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,6 @@ from typing import Any
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import cut, truncate
-
-
-def json_default(value: object) -> Any:
-    """Dates and times: no option is one, so that whatever they are given to refuses them by type."""
-    return [[str(value)]]
-
 
 MAX_BYTES = 1_000_000
 """Of a profile or a job."""
@@ -75,7 +69,6 @@ def parse_toml(raw: bytes, name: str) -> Document:
         if any(line.split("=")[0].count(".") > MAX_DEPTH for line in text.splitlines()):  # tomllib takes minutes
             raise RecursionError
         data = tomllib.loads(text)
-        json.dumps(data, default=json_default)
     except tomllib.TOMLDecodeError as error:
         raise InputError(_no_toml(text, name, str(error))) from error
     except ValueError as error:
@@ -169,8 +162,7 @@ def with_assignments(document: Document, assignments: Sequence[str], tables: Seq
 
 def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Document:
     """`document` with every (key, value) of `--set`; a later one wins over an earlier one."""
-    data: dict[str, Any] = json.loads(json.dumps(document.data, default=json_default))
-    places = dict(document.places)
+    data, places = deepcopy(document.data), dict(document.places)
     for key, value in assignments:
         inner = data
         for depth, part in enumerate(key[:-1], 1):
@@ -180,7 +172,7 @@ def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Docu
             if not isinstance(step, dict):
                 raise InputError(f"--set {truncate('.'.join(key))}: {part!r} is a value, not a table")
             inner = step
-        if any(True for _ in long_integers(value)):
+        if list(long_integers(value)):
             raise InputError(f"--set {truncate('.'.join(key))}: has more than the 64 bits of an integer of TOML")
         inner[key[-1]] = value
         places[key] = "--set"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_origin
 from pydantic import BaseModel, ValidationError
 
 from hwopt.config.aliases import instead_of
-from hwopt.config.toml import Document, Key, json_default
+from hwopt.config.toml import Document, Key
 from hwopt.errors import Problems
 from hwopt.text import cut, listing, nearest, truncate
 
@@ -26,7 +26,7 @@ def validate(model: type[AnyModel], document: Document, at: Key = (), problems: 
         table = table[part]
     try:
         # strict JSON mode: "4" is not a number and 1 is not a truth value, but an array may become a tuple
-        return model.model_validate_json(json.dumps(table, default=json_default), strict=True)
+        return model.model_validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
         found = problems or Problems()
         for problem in _of_values(model, error):
@@ -64,17 +64,6 @@ def _is_plain_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and len(parts) > 1
 
 
-def _shown(given: Any) -> str:
-    """A value as the user wrote it, dates and times included."""
-    inner = given
-    while isinstance(inner, list) and len(inner) == 1:
-        inner = inner[0]
-    return inner if isinstance(inner, str) and _TIME.fullmatch(inner) else truncate(given)
-
-
-_TIME = re.compile(r"(?=.{2}:|.{4}-)[0-9][0-9T:.+ -]{7,40}")
-
-
 def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict[str, Any]) -> str:
     loc = tuple(str(part) for part in problem["loc"])
     where, dotted = document.place((*at, *loc)), ".".join(map(cut, (*at, *loc)))
@@ -89,11 +78,11 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     if kind == "literal_error":
         expected = problem["ctx"]["expected"]
         names = re.findall(r"'([^']*)'", expected)
-        return f"{where}: {dotted}: expected {expected}, got {_shown(given)}.{nearest(str(given), names)}"
+        return f"{where}: {dotted}: expected {expected}, got {truncate(given)}.{nearest(str(given), names)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if kind in ("value_error", "assertion_error"):
         return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
-    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {_shown(given)}"
+    return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {truncate(given)}"
 
 
 def _home_of(model: type[BaseModel], word: str) -> str:

@@ -53,9 +53,8 @@ class Dialect:
         elif callable(found):
             found(view, entry)
         elif found is None:
-            reason = (
-                self.reasons.get(entry.key) or self.reasons.get(entry.path[0]) or ("has no value" if entry.value is None else "")
-            )
+            empty = "has no value" if entry.value is None else ""
+            reason = self.reasons.get(entry.key) or self.reasons.get(entry.path[0]) or empty
             view.leave(entry, reason or self.unknown, "other" if reason else "unknown")
         else:
             word, meant = (found, {}) if isinstance(found, str) else found
@@ -67,10 +66,7 @@ class Dialect:
 
     def spelling(self, word: str) -> str:
         """The tool's key for `word`."""
-        for key, found in self.keys.items():
-            if found == word:
-                return key
-        return word
+        return next((key for key, found in self.keys.items() if found == word), word)
 
 
 IS_OFF = {False: ignored("is off")}

@@ -18,8 +18,6 @@ from hwopt.configs.words import ARGUMENTS
 JOB_WORDS = {key: word for word in ARGUMENTS if (key := job_key(word))}
 """(table, key) of a job -> its word."""
 ALIAS = re.compile(r"plugins\.([\w-]+)\.(\w+)(?: = (.+))?")
-
-
 Found = dict[str, tuple[Any, tuple[str, ...]]]
 """Word -> its value and the key that gives it."""
 

@@ -35,8 +35,7 @@ def from_python(text: str, name: str) -> SourceFile:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text)
     except SyntaxError as error:
-        where = f"{name}:{error.lineno or 1}"
-        raise InputError(f"{where}: is not valid Python: {error.msg}") from error
+        raise InputError(f"{name}:{error.lineno or 1}: is not valid Python: {error.msg}") from error
     except (MemoryError, RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as Python: {first_line(error)}") from error
     script = Script(tree)
@@ -79,7 +78,8 @@ class Script:
         found = [node for node in nodes if isinstance(node, ast.Call)]
         self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
         self.has_lora = any(called(call) == "LoraConfig" for call in found)
-        bound = Counter(name for node in nodes if (name := binds(node)))
+        bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.values: dict[str, ast.expr] = {}
         for node in nodes:
             match node:
@@ -155,25 +155,13 @@ class Script:
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
                     yield from self.entry(("use_cache",), value, target.lineno)
-                case ast.Import() | ast.ImportFrom() | ast.Call() if "peft" in names_of(node).lower() and not self.has_lora:
+                case ast.Import() | ast.ImportFrom() if "peft" in ast.unparse(node).lower() and not self.has_lora:
                     yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
-
-
-def names_of(node: ast.Import | ast.ImportFrom | ast.Call) -> str:
-    return called(node) if isinstance(node, ast.Call) else ast.unparse(node)
+                case ast.Call() if "peft" in called(node).lower() and not self.has_lora:
+                    yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
 
 
 def loads_model(call: ast.Call) -> bool:
     """Whether it is the `from_pretrained` of a model."""
-    match call.func:
-        case ast.Attribute(attr="from_pretrained", value=owner):
-            return MODEL.match(ast.unparse(owner).split(".")[-1]) is not None
-    return False
-
-
-def binds(node: ast.AST) -> str:
-    """The name to which `node` gives a value; "" for other nodes."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-            return name
-    return ""
+    function = ast.unparse(call.func).split(".")
+    return function[-1] == "from_pretrained" and len(function) > 1 and MODEL.match(function[-2]) is not None

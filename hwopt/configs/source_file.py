@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def comments(self) -> tuple[str, ...]:
-        """All comments that belong to the entry, from top to bottom."""
+        """From top to bottom."""
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
@@ -108,14 +108,11 @@ def from_json(text: str, name: str) -> SourceFile:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"{name}:{error.lineno}"
-        problem = f"is not valid JSON: {error.msg} (column {error.colno})"
-        raise InputError(f"{where}: {problem}") from error
+        raise InputError(f"{name}:{error.lineno}: is not valid JSON: {error.msg} (column {error.colno})") from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise InputError(f"{name}: expected keys and values, found a JSON {kind}")
+        raise InputError(f"{name}: expected keys and values, found a JSON {type(found).__name__}")
     # in JSON a tab is white space between values only
     return from_yaml(text.replace("\t", " "), name, "JSON")
 
@@ -132,13 +129,10 @@ def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
     except RecursionError as error:
         raise InputError(f"{name}: cannot be read as {language}: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
-        expected = "expected keys and values, such as `learning_rate: 2.0e-5`"
-        raise InputError(f"{name}: {expected}; found none")
-    refuse_large(node, name)
+        raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
     walk = Walk(name)
     walk.mapping(node, ())
-    entries = SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced))
-    return with_comments(entries, text, comments)
+    return with_comments(SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced)), text, comments)
 
 
 def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
@@ -189,37 +183,29 @@ def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) ->
     return replace(source, entries=entries, replaced=replaced, loose=tuple(loose))
 
 
-def refuse_large(root: yaml.Node, name: str) -> None:
-    """Raise InputError if the document is nested too deeply or has too many nodes, with those of its aliases."""
-    nodes, rest = 0, [(root, 0)]
-    while rest:
-        node, depth = rest.pop()
-        nodes += 1
-        where = f"{name}:{node.start_mark.line + 1}"
-        if depth > MAX_DEPTH and isinstance(node, yaml.CollectionNode):
-            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
-        if nodes > MAX_NODES:
-            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
-        if isinstance(node, yaml.MappingNode):
-            rest += [(value, depth + 1) for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            rest += [(value, depth + 1) for value in node.value]
-
-
 class Walk:
-    """Collects the entries of a YAML document."""
+    """Collects the entries of a YAML document. Refuses one that is nested too deeply or too large with its aliases."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.nodes = name, 0
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.replaced: list[Entry] = []
 
-    def mapping(self, node: yaml.MappingNode, above: tuple[str, ...]) -> None:
+    def count(self, node: yaml.Node, depth: int) -> None:
+        self.nodes += 1
+        where = f"{self.name}:{node.start_mark.line + 1}"
+        if depth > MAX_DEPTH and isinstance(node, yaml.CollectionNode):
+            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
+        if self.nodes > MAX_NODES:
+            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
+
+    def mapping(self, node: yaml.MappingNode, above: tuple[str, ...], depth: int = 0) -> None:
+        self.count(node, depth)
         merged = [value for key, value in node.value if key.tag == MERGE]
         for each in merged:
             for part in each.value if isinstance(each, yaml.SequenceNode) else [each]:
                 if isinstance(part, yaml.MappingNode):
-                    self.mapping(part, above)
+                    self.mapping(part, above, depth + 1)
         inherited = set(self.entries) if merged else set()
         for key, value in node.value:
             line = key.start_mark.line + 1
@@ -229,21 +215,27 @@ class Walk:
                 continue
             path = (*above, whole(key.value))
             if isinstance(value, yaml.MappingNode) and value.value:
-                self.mapping(value, path)
+                self.mapping(value, path, depth + 1)
                 continue
             before = self.entries.pop(path, None)
             if before is not None and path not in inherited:
                 self.replaced.append(before)
-            found = plain(value)
+            found = self.plain(value, depth + 1)
             self.entries[path] = Entry(path, found, line, interpolated=isinstance(found, str) and "${" in found)
 
+    def plain(self, node: yaml.Node, depth: int) -> Any:
+        """The value of `node` in Python's types."""
+        self.count(node, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.plain(each, depth + 1) for each in node.value]
+        if isinstance(node, yaml.MappingNode):
+            names = [whole(key.value if isinstance(key, yaml.ScalarNode) else key.id) for key, _ in node.value]
+            return {name: self.plain(value, depth + 1) for name, (_, value) in zip(names, node.value, strict=True)}
+        return scalar(node)
 
-def plain(node: yaml.Node) -> Any:
-    """The value of `node` in Python's types; for a tag that YAML does not define, its text."""
-    if isinstance(node, yaml.SequenceNode):
-        return [plain(each) for each in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {whole(key.value if isinstance(key, yaml.ScalarNode) else key.id): plain(value) for key, value in node.value}
+
+def scalar(node: yaml.ScalarNode) -> Any:
+    """The value of `node`; for a tag that YAML does not define, its text."""
     if node.style is None and NUMBER.fullmatch(node.value) and node.tag == TEXT:
         return float(node.value)
     try:

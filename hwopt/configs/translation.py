@@ -50,8 +50,6 @@ NOTES = {
     ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
 }
 """(word, value) -> what changes although the value is taken over."""
-
-
 NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 """Table of a job -> the keys that it needs besides the one to check."""
 

@@ -124,7 +124,6 @@ class View:
 
     @property
     def name(self) -> str:
-        """The file."""
         return self.source.name
 
     @property
@@ -164,7 +163,6 @@ class View:
         return bool(expected(value)) if callable(expected) else value == expected
 
     def unread_as(self, kind: Kind) -> Iterator[ConfigSetting]:
-        """The keys that were not read for the reason `kind`."""
         return (each for each in self.unread if each.kind == kind)
 
     def spelled(self, word: str) -> str:

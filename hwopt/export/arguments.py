@@ -154,10 +154,8 @@ def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any
         del values["push_to_hub"], values["hub_private_repo"]
     if plan.hardware.device_type == "cpu":
         values["use_cpu"] = True
-    if (ratio := values.pop("warmup_ratio", None)) is not None and "warmup_ratio" not in fields:
-        values["warmup_steps"] = ratio  # a share of the steps since transformers 5
-    elif ratio is not None:
-        values["warmup_ratio"] = ratio
+    if "warmup_ratio" in values and "warmup_ratio" not in fields:
+        values["warmup_steps"] = values.pop("warmup_ratio")  # a share of the steps since transformers 5
     values |= {STEPS[word]: "steps" for word in STEPS if word in values}
     if plan.job.data.eval is not None:
         values |= {"per_device_eval_batch_size": plan.batch.eval}

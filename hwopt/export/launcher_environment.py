@@ -43,21 +43,15 @@ MAX_BYTES = 1_000_000
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change only its output."""
 SWITCHES = (
-    "ACCELERATE_USE_CPU",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_CPU_AFFINITY",
-    "ACCELERATE_DEBUG_MODE",
-    "ACCELERATE_ENABLE_RICH",
-    "FORK_LAUNCHED",
-    "USE_TORCH_XLA",
+    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_CPU_AFFINITY"),
+    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "FORK_LAUNCHED", "USE_TORCH_XLA"),
 )
 """Boolean variables of Accelerate; it reads some of them on import."""
 YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
 
 def refuse_odd_switches(environment: Mapping[str, str]) -> None:
-    """Raise InputError for boolean variables that are neither on nor off; Accelerate would raise on import."""
+    """Raise InputError for boolean variables that are neither on nor off. Accelerate's own error would not name them."""
     problems = Problems()
     for name in SWITCHES:
         if name in environment and environment[name].lower() not in (*YES, *NO):

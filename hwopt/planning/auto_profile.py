@@ -39,7 +39,7 @@ def choose(hardware: Hardware, inputs: Inputs) -> AutoProfile:
         return AutoProfile(cpu, f"no CUDA device was found; this machine computes on its CPU ({hardware.name})", cpu)
     profiles = [inputs.profile(name) for name in inputs.files]
     if own := [profile for profile in profiles if profile.card.describes(hardware)]:
-        best = max(own, key=lambda profile: (profile.card.longest_name(hardware.name), profile.content.extends is None))
+        best = max(own, key=lambda profile: (len(profile.card.name_in(hardware.name)), profile.content.extends is None))
         what = "is a laptop's version of" if is_laptop(hardware.name) else "is"
         return AutoProfile(best, f"{hardware.name} with {hardware.memory_gib:g} GiB {what} the card of {best.name}", best)
     return derive(hardware, [profile for profile in profiles if keeps_method(profile, inputs.registry)], inputs)
@@ -91,7 +91,7 @@ def card_table(hardware: Hardware, profiles: list[Profile]) -> dict[str, Any]:
         found["compute_capability"] = hardware.capability_text
     variants = (profile.card.variant_named(hardware.name) for profile in profiles)
     known: Card | CardVariant | None = known_card(hardware)
-    known = known or max(filter(None, variants), key=lambda card: card.longest_name(hardware.name), default=None)
+    known = known or max(filter(None, variants), key=lambda card: len(card.name_in(hardware.name)), default=None)
     if known is None:
         return found
     facts = {"multiprocessors", "memory_bandwidth_gbps", "dense_tflops"}

@@ -158,6 +158,6 @@ def test_comments_with_control_characters_cannot_add_lines(tmp_path: Path) -> No
     assert "\\u202e" in files.profile
 
 
-@pytest.mark.parametrize(("name", "expected"), [("a b.yaml", "a_b"), ("é.yaml", "imported"), ("x" * 90 + ".yml", "x" * 80)])
-def test_profile_has_a_valid_name(name: str, expected: str) -> None:
-    assert profile_name(Path(name)) == expected
+def test_profile_has_a_valid_name() -> None:
+    names = ["a b.yaml", "é.yaml", "x" * 90 + ".yml"]
+    assert [profile_name(Path(name)) for name in names] == ["a_b", "imported", "x" * 80]

@@ -60,7 +60,6 @@ def refuse(environment: Mapping[str, str], plan: Plan) -> None:
 
 PLANS: list[dict[str, Any]] = [
     {},
-    {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}},
     {"world_size": 1, "zero": {"stage": 3, "offload": "parameters"}, "max_grad_norm": 0.0},
     {"world_size": 4, "zero": {"stage": 2, "offload": "optimizer"}, "precision": {"dtype": "fp16"}, "hardware": GPU},
     {"world_size": 4, "precision": {"dtype": "fp16", "level": "O2"}, "hardware": GPU, "max_grad_norm": 0.5},
@@ -84,13 +83,7 @@ def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_p
     ("change", "message"),
     [
         ({"zero": {"stage": 3, "offload": "none"}}, "ACCELERATE_DEEPSPEED_ZERO_STAGE=2 .* in which it is 3"),
-        ({"zero": {"stage": 2, "offload": "optimizer"}}, "OFFLOAD_OPTIMIZER_DEVICE=none .* in which it is cpu"),
-        ({"max_grad_norm": 2.0}, "ACCELERATE_GRADIENT_CLIPPING=1.0 .* in which it is 2.0"),
-        ({"precision": {"dtype": "fp32"}}, "ACCELERATE_MIXED_PRECISION=bf16 .* in which it is no"),
-        (
-            {"zero": {"stage": 0, "offload": "none"}},
-            "USE_DEEPSPEED=true .* it is false.*, or set plugins.zero.enabled",
-        ),
+        ({"zero": {"stage": 0, "offload": "none"}}, "USE_DEEPSPEED=true .* it is false.*, or set plugins.zero.enabled"),
     ],
 )
 def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -111,12 +104,8 @@ def test_run_refuses_a_contradicting_environment_before_it_starts(tmp_path: Path
 def test_export_ignores_the_launcher_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(tmp_path, zero=ZERO)
     before = engine_config(plan)
-    for name, value in {
-        "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,gradient_clipping",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")
     environment = dict(os.environ)
     assert engine_config(plan) == before
     assert launcher_config(plan)["deepspeed_config"]["zero3_init_flag"] is False
@@ -162,9 +151,7 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(tmp_path: Path, m
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if name in os.environ and name not in before:
             monkeypatch.delenv(name)  # the second variable was set by Accelerate
-    assert {key: value for key, value in vars(theirs).items() if key != "param_init_fn"} == {
-        key: value for key, value in vars(ours).items() if key != "param_init_fn"
-    }
+    assert vars(theirs) | {"param_init_fn": None} == vars(ours) | {"param_init_fn": None}
 
 
 class Megatron(Plugin):
@@ -316,13 +303,11 @@ def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureF
     ("profile", "arguments", "message"),
     [
         ("zero", [], "Missing option '--to'"),
-        ("zero", ["--to", "accelerat"], "'accelerat' is not one of 'accelerate', 'deepspeed'"),
         ("ddp", ["--to", "deepspeed"], "no DeepSpeed to export: add the plugin 'zero', as by --set plugins.zero.enabled=true"),
         ("ddp", ["--to", "accelerate", "--deepspeed-config-file", "ds.json"], "add the plugin 'zero'"),
         ("zero", ["--to", "deepspeed", "--set", "plugins.zero.stage=0"], "does not use it: stage 0: shards nothing"),
         ("zero", ["--to", "deepspeed", "--deepspeed-config-file", "ds.json"], "needs --to accelerate"),
         ("zero", ["--to", "accelerate", "--world-size", "3", "--nodes", "2"], "cannot be spread evenly"),
-        ("zero", ["--to", "accelerate", "--world-size", "0"], "--world-size"),
     ],
 )
 def test_export_refuses_bad_input(

@@ -82,9 +82,7 @@ class Rule:
     """The tools that it is about; (): all."""
 
     def concerns(self, view: View) -> bool:
-        if self.tools and view.tool not in self.tools:
-            return False
-        return not self.words or any(word in view for word in self.words)
+        return (not self.tools or view.tool in self.tools) and (not self.words or any(word in view for word in self.words))
 
 
 def rule(
@@ -99,7 +97,7 @@ def rule(
     """Decorator: a Rule of the function, which `about` describes by the first line of its docstring."""
 
     def made(function: RuleFunction) -> Rule:
-        about = next(iter((function.__doc__ or "").strip().splitlines()), "")
+        about = (function.__doc__ or "").strip().partition("\n")[0]
         return Rule(name, level, about, source, function, words, needs, tools)
 
     return made

@@ -46,9 +46,11 @@ def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardw
         return of_card(profile.card, given.card), f"{given.card}, by --card ({profile.name})"
     if given.profile is not None:
         profile = inputs.profile(given.profile)
-        return of_card(profile.card, profile.name), f"{card_name(profile.card, profile.name)}, by --profile {profile.name}"
+        hardware = of_card(profile.card, profile.name)
+        return hardware, f"{hardware.name}, by --profile {profile.name}"
     if own is not None and own.capability is not None and own.memory_gib is not None:
-        return of_card(own, "card"), f"{card_name(own, 'card')}, by the file"
+        hardware = of_card(own, "card")
+        return hardware, f"{hardware.name}, by the file"
     from hwopt.hardware.detect import detect  # imports torch, which takes seconds
     from hwopt.system.ranks import local_rank
 
@@ -58,14 +60,11 @@ def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardw
     return machine, "none"
 
 
-def card_name(card: Card, otherwise: str) -> str:
-    return card.match[0] if card.match else otherwise
-
-
 def of_card(card: Card, name: str) -> Hardware:
     if card.capability is None or card.memory_gib is None:
         raise InputError(f"--profile: {name} has no card; give one with --card NAME")
-    return described(card_name(card, name), card.capability, card.memory_gib, multiprocessors=card.multiprocessors)
+    name = card.match[0] if card.match else name
+    return described(name, card.capability, card.memory_gib, multiprocessors=card.multiprocessors)
 
 
 def profile_of_card(name: str, inputs: Inputs) -> Profile:

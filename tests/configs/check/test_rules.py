@@ -74,9 +74,6 @@ comment-value | 2 | per_device_eval_batch_size: 32
 comment-value | 1 | correct the comment
   warmup_ratio: 0.1  # 6% is best
   warmup_ratio: 0.06  # 6% is best
-comment-value | 1 | num_workers: 4
-  num_workers: 8  # 4 workers
-  num_workers: 4  # 4 workers, not 8 workers
 summary-value | 2 | correct the summary: 64 x 2 | suffix=.toml
   name = "p" / summary = "RTX 4060 8 GB: bf16, 32 x 4" / [plugins.batch] / train = 64 / gradient_accumulation_steps = 2
   name = "p" / summary = "RTX 4060 8 GB: bf16, 64 x 2" / [plugins.batch] / train = 64 / gradient_accumulation_steps = 2
@@ -185,9 +182,6 @@ warmup-share | 1 | warmup_steps: 6
 warmup-share | 1 | warmup_steps: 19 | level=error rows=20000
   warmup_steps: 500 / num_train_epochs: 1 / per_device_train_batch_size: 64
   warmup_steps: 100 / num_train_epochs: 5 / per_device_train_batch_size: 64
-warmup-share | 1 | warmup_steps: 3 | level=error
-  warmup_steps: 100 / max_steps: 50
-  warmup_steps: 5 / max_steps: 50
 warmup-twice | 1 | remove
   warmup_ratio: 0.06 / warmup_steps: 10
   warmup_ratio: 0.06 / warmup_steps: 0

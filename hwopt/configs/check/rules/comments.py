@@ -26,8 +26,6 @@ VALUES = {TRAIN: BATCH, "dataloader_num_workers": WORKERS}
 """Word -> how a comment states its value."""
 CONDITION = re.compile(r"\b(if|or|could|would|may|can)\b", re.IGNORECASE)
 """A comment with such a word names an alternative."""
-
-
 DTYPES = re.compile(r"\b(?:fp16|bf16|fp32)\b")
 PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
 SAVES = re.compile(r"\b(oom|out of memory|memory|vram)\b", re.IGNORECASE)
