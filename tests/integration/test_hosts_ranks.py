@@ -20,7 +20,11 @@ def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) 
     """Of `accumulate_batch`: the rows of rank 0 are longer, and computed in more parts."""
 
     def work(rank: int, ours: bool) -> None:
-        own = {"profile": "cpu", "additive": "rows", "plugins": {"batch": {"train": 4}}} if ours else {}
+        own = (
+            {"profile": "cpu", "additive": "rows", "plugins": {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}}
+            if ours
+            else {}
+        )
         accelerator: Any = (hwopt.Accelerator if ours else Accelerator)(cpu=True, **own)
         plain = bert()
         model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
