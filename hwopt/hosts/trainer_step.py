@@ -109,6 +109,8 @@ class TrainerStep:
         try:
             yield
         except torch.OutOfMemoryError as error:
+            if self.trainer.args.auto_find_batch_size:  # Accelerate starts again with fewer rows
+                raise
             raise DoesNotFitError(
                 f"a batch of {self.trainer.args.per_device_train_batch_size} rows does not fit, and it is not split: "
                 f"{self.law.reason if self.law else ''}. Lower per_device_train_batch_size and raise "
