@@ -94,10 +94,22 @@ class CsvWriter(Writer):
         rows = csv.writer(text, lineterminator="\n")
         if not self.started:
             rows.writerow([*table.column_names, *columns])
-        values = [*(column.to_pylist() for column in table.columns), *columns.values()]
+        values = [*map(values_of, table.columns), *columns.values()]
         rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
         self.file.write(text.getvalue().encode())
         self.file.flush()
+
+
+def values_of(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column. Bytes of a text that are not UTF-8, which parquet allows, are replaced."""
+    import pyarrow as pa
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        values = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        raw = values.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode("utf-8", "replace") for value in raw]
 
 
 def csv_cell(value: Any) -> Any:
@@ -109,7 +121,7 @@ class JsonWriter(Writer):
     """One JSON object per line, UTF-8."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        rows = table.to_pylist()
+        rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*map(values_of, table.columns), strict=True)]
         for name, values in originals.items():
             for number, value in values.items():
                 rows[number][name] = value
