@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from hwopt.saving.final import PLAN_FILES
 from hwopt.system.atomic_folder import MANIFEST
 from hwopt.text import first_line
 from hwopt.training.run import Run
+
+LOCAL = (MANIFEST, *PLAN_FILES)
+"""Files of `final/` that stay here: checksums, and what holds paths of this machine."""
 
 
 def warn_without_token(run: Run) -> None:
@@ -30,10 +34,10 @@ def push_to_hub(run: Run) -> None:
         hub = HfApi()
         address = hub.create_repo(name, private=run.training.hub_private_repo, exist_ok=True)
         message = "Upload the model of a run of hwopt"
-        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=[MANIFEST])
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=list(LOCAL))
         run.say(f"The model is on the hub: {address}")
     except Exception as error:  # the hub client, the network and the system each raise their own; the run is complete
         run.warn(
             f"{folder} was not uploaded to {name} ({type(error).__name__}: {first_line(error)}). The run is complete. "
-            f"To upload it later: hf upload {name} {folder} . --exclude {MANIFEST}"
+            f"To upload it later: hf upload {name} {folder} . {' '.join(f'--exclude {file}' for file in LOCAL)}"
         )

@@ -58,7 +58,7 @@ def test_final_is_uploaded_after_the_run(hub: type[Hub], tmp_path: Path) -> None
     assert uploaded == "upload_folder"
     assert (options["repo_id"], options["folder_path"]) == ("me/my-model", tmp_path / "run/final")
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(options["files"])
-    assert options["ignore_patterns"] == ["manifest.json"]
+    assert options["ignore_patterns"] == ["manifest.json", "job.toml", "plan.json"], "the last two have local paths"
     assert recorder.warnings == []
     assert 'model="me/my-model"' in (tmp_path / "run/final/README.md").read_text()
     assert "The model is on the hub: me/my-model" in "\n".join(recorder.messages)
@@ -69,7 +69,10 @@ def test_a_failed_upload_keeps_the_run_and_says_how_to_upload_later(hub: type[Hu
     recorder = train(tmp_path)
     (warning,) = recorder.warnings
     assert "was not uploaded to me/my-model (OSError: no route to host). The run is complete." in warning
-    assert f"hf upload me/my-model {tmp_path / 'run/final'} . --exclude manifest.json" in warning
+    assert (
+        f"hf upload me/my-model {tmp_path / 'run/final'} . --exclude manifest.json --exclude job.toml --exclude plan.json"
+        in warning
+    )
     assert json.loads((tmp_path / "run/status.json").read_text()) == {"exit_code": 0, "message": "done"}
     assert (tmp_path / "run/final/model.safetensors").is_file()
 
