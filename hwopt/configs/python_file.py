@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from hwopt.configs.source_file import Entry, SourceFile, with_comments
+from hwopt.configs.source_file import Entry, Keyword, SourceFile, with_comments
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
@@ -51,7 +51,7 @@ def from_python(text: str, name: str) -> SourceFile:
     several = f" (the first of {len(made)} calls)" if len(made) > 1 else ""
     names = dict.fromkeys(called(call) for call in script.read(made[0])[1:])
     calls = (called(made[0]) + several, *names)
-    source = SourceFile(name, "Python", tuple(first.values()), calls=calls)
+    source = SourceFile(name, "Python", tuple(first.values()), calls=calls, keywords=tuple(script.keywords()))
     return with_comments(source, text, dict(comments(text)))
 
 
@@ -88,6 +88,24 @@ class Script:
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ) if bound[name] == 1:
                     self.values[name] = value
+
+    def keywords(self) -> Iterator[Keyword]:
+        """The keywords of all calls of imported names, also those of a dict behind `**`."""
+        imported: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+                above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                imported |= {each.asname or each.name: above + each.name for each in node.names}
+        for call in self.calls:
+            name, dot, rest = ast.unparse(call.func).partition(".")
+            for keyword in call.keywords if name in imported else ():
+                table = self.behind(keyword.value)
+                given = [(keyword.arg, keyword.lineno)]
+                if keyword.arg is None and isinstance(table, ast.Dict):
+                    given = [(key.value, key.lineno) for key in table.keys if isinstance(key, ast.Constant)]
+                elif keyword.arg is None and isinstance(table, ast.Call) and called(table) == "dict":
+                    given = [(each.arg, each.lineno) for each in table.keywords]
+                yield from (Keyword(imported[name] + dot + rest, word, line) for word, line in given if word is not None)
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -58,6 +58,15 @@ class Entry:
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
+class Keyword(NamedTuple):
+    """A keyword of a call in a script."""
+
+    function: str
+    """With its module: "trl.SFTConfig"."""
+    name: str
+    line: int
+
+
 @dataclass(frozen=True)
 class SourceFile:
     name: str
@@ -71,6 +80,8 @@ class SourceFile:
     """Comment lines that belong to no entry."""
     calls: tuple[str, ...] = ()
     """Of a script: the calls that were read, such as "TrainingArguments"."""
+    keywords: tuple[Keyword, ...] = ()
+    """Of a script: those of all calls of what it imports."""
 
     @property
     def top(self) -> frozenset[str]:

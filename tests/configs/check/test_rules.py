@@ -203,6 +203,16 @@ best-model | 2 | save_strategy: epoch | level=error
 best-model | 3 | save_steps: 200 | level=error
   eval_strategy: steps / eval_steps: 100 / save_steps: 250 / load_best_model_at_end: true
   eval_strategy: steps / eval_steps: 100 / save_steps: 200 / load_best_model_at_end: true
+refused-keyword | 2 | use max_length | suffix=.py
+  from trl import SFTConfig / args = SFTConfig("out", max_seq_length=64)
+  from trl import SFTConfig / args = SFTConfig("out", max_length=64)
+refused-keyword | 3 | give max_length to SFTConfig | suffix=.py
+  import trl / args = trl.SFTConfig("out", packing=False) / trainer = trl.SFTTrainer("m", args, max_seq_length=64)
+  import trl / args = trl.SFTConfig("out", packing=False) / trainer = trl.SFTTrainer("m", args, processing_class=None)
+refused-keyword | 2 | use eval_strategy | suffix=.py
+  from transformers import TrainingArguments as A, TrainingArguments / own = dict(evaluation_strategy="no") / \
+A("out", **own) / TrainingArguments("out")
+  from own import TrainingArguments / args = TrainingArguments("out", evaluation_strategy="no")
 former-name | 1 | use eval_strategy
   evaluation_strategy: epoch
   eval_strategy: epoch

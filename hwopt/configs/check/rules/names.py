@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cache
+from importlib import import_module, metadata
 
 from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.view import ConfigSetting, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, RENAMED
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -22,11 +26,57 @@ def shown(entry: ConfigSetting) -> str:
     return f"{entry.key} = {truncate(entry.value)}"
 
 
+CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft)\.([\w.]+\.)?\w+(Arguments|Config|Trainer)")
+"""Classes of the installed libraries whose constructors are looked at."""
+
+
+@cache
+def accepted(name: str) -> frozenset[str] | None:
+    """The keywords that the constructor of the class `name` takes; None if it takes any, or is not known here."""
+    module, _, cls = name.rpartition(".")
+    if not CLASSES.fullmatch(name):
+        return None
+    try:
+        # without what wrappers hide: they take former names
+        taken = inspect.signature(getattr(import_module(module), cls).__init__, follow_wrapped=False).parameters
+    except Exception:  # the library is not installed, or its import fails
+        return None
+    return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
+
+
+def refused(view: View) -> set[str]:
+    """The places of keywords of a script that the installed class does not take."""
+    return {each.place for each in refused_keyword.function(view, Facts())}
+
+
+@rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
+def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
+    """A keyword of a script that the installed version of the class does not take."""
+    for each in view.source.keywords:
+        taken = accepted(each.function)
+        if taken is None or each.name in taken:
+            continue
+        module, _, cls = each.function.rpartition(".")
+        new = FORMER_NAMES[each.name].instead if each.name in FORMER_NAMES else RENAMED.get(each.name, each.name)
+        config = f"{cls.removesuffix('Trainer')}Config"
+        if cls.endswith("Trainer") and new in (accepted(f"{module}.{config}") or ()):
+            fix = f"give {new} to {config}"
+        elif new != each.name and (new in taken or each.name in FORMER_NAMES):
+            fix = f"use {new}" if new else f"remove {each.name}"
+        else:
+            near = get_close_matches(each.name[:80], taken, n=1, cutoff=ALIKE)
+            fix = f"use {near[0]}" if near else f"remove {each.name}"
+        package = module.partition(".")[0]
+        what = f"{cls} of {package} {metadata.version(package)} has no {each.name}."
+        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.name}:{each.line}", key=each.name)
+
+
 @rule("former-name", "warning", source="release notes of transformers", tools=TRANSFORMERS)
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A name that transformers no longer has."""
     for each in (*view.settings.values(), *view.unread):
-        if (name := each.path[-1]) in FORMER_NAMES and name != "fp16_opt_level":  # it has a rule of its own
+        name = each.path[-1]
+        if name in FORMER_NAMES and name != "fp16_opt_level" and each.place not in refused(view):  # it has a rule of its own
             instead, gone = FORMER_NAMES[name]
             why = "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it."
             yield about(each, f"transformers {gone} has no {name}.", why, f"use {instead}" if instead else f"remove {name}")
@@ -49,7 +99,8 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
         name = each.path[-1]
         if each.kind != "unknown" or name in FORMER_NAMES or (view.language == "Python" and len(each.path) > 1):
             continue
-        if near := get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE):
+        near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
+        if near and each.place not in refused(view):
             why = "A value that no program reads has no effect."
             yield about(each, f"TrainingArguments has no {name}.", why, f"use {near[0]}")
 
