@@ -57,6 +57,8 @@ class Evidence(TrainerCallback):
         self._stop()
         optimizer = objects.get("optimizer")
         self.found = list(findings(args, objects["model"], getattr(optimizer, "optimizer", optimizer), self.run.observation))
+        if missing := self.run.observation.missing:
+            self.found = [(what, "off" if status == "off" else "unknown", missing) for what, status, _ in self.found]
         if state.is_world_process_zero:
             for what, status, seen in self.found:
                 print(f"hwopt: after step {state.global_step}: {status:8} {what}: {seen}", flush=True)

@@ -35,6 +35,8 @@ class Observation:
     """Name of a linear layer -> the dtypes of the products in its forward calls, named as in `matmul_dtypes`.
 
     Empty as `forward_calls` is."""
+    missing: str = ""
+    """Why nothing was recorded."""
 
     def calls(self, *parts: str) -> int:
         """The number of calls to operators whose name contains one of `parts`."""

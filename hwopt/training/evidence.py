@@ -36,6 +36,10 @@ def observing(run: RunView) -> Iterator[None]:
     """Record the operators that the block calls in `run.observation`. The host's are enough: their names show the kernels."""
     from torch.profiler import ProfilerActivity, profile
 
+    if profiler_is_open():
+        yield
+        run.observation = Observation(missing="your torch.profiler is open, and a second one would empty it")
+        return
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     with silenced():
         profiler.__enter__()
@@ -50,6 +54,14 @@ def observing(run: RunView) -> Iterator[None]:
     operators = Counter(name for event in events if not (name := event.name()).startswith(LINEAR))
     found = products(events)
     run.observation = Observation(operators, Counter(each.dtype for each in found), calls, linear_dtypes(events, found))
+
+
+def profiler_is_open() -> bool:
+    """Whether a profiler of torch records, or waits in its block for the first step to record."""
+    from torch.autograd.profiler import KinetoStepTracker
+    from torch.profiler.profiler import PROFILER_STEP_NAME
+
+    return torch._C._autograd._profiler_enabled() or PROFILER_STEP_NAME in KinetoStepTracker._step_dict
 
 
 @contextmanager
@@ -162,6 +174,8 @@ def collect(run: RunView) -> Collected:
         evidence = evidence_of(decision, run)
         if skipped and evidence.status == "inactive":
             evidence = Evidence.unknown(f"the first update was skipped, its gradients were not finite; {evidence.seen}")
+        if (missing := run.observation.missing) and evidence.status != "active":
+            evidence = Evidence.unknown(f"{missing}; {evidence.seen}")
         collected.append((decision, evidence))
     return collected if run.world_size == 1 else worst_of_ranks(collected, run.rank)
 

@@ -32,6 +32,21 @@ def test_a_product_under_autocast_counts_once_with_the_dtype_that_it_computes_in
     assert observed(lambda: product(x)).matmul_dtypes == {"float": 1}
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_an_open_profiler_of_the_user_is_left_alone(warmup: int) -> None:
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    layer, x = torch.nn.Linear(8, 8), torch.ones(8, 8)
+    steps = schedule(wait=0, warmup=1, active=2) if warmup else None
+    with profile(activities=[ProfilerActivity.CPU], schedule=steps) as own:
+        assert "your torch.profiler is open" in observed(lambda: layer(x)).missing
+        for _ in range(warmup):
+            own.step()
+        layer(x)
+    assert {each.key: each.count for each in own.key_averages()}["aten::linear"] == 2 - warmup
+    assert observed(lambda: layer(x)).calls("aten::linear") == 1
+
+
 def test_products_of_the_backward_pass_count() -> None:
     layer, x = torch.nn.Linear(8, 8), torch.ones(8, 8, requires_grad=True)
     assert observed(lambda: layer(x).sum().backward()).matmul_dtypes == {"float": 3}
