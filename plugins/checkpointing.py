@@ -224,7 +224,7 @@ class Checkpointing(hw.Plugin):
         # one call per layer and micro-batch in the forward pass, and one more per recomputed layer; each has one backward call
         calls, backward_calls = attention_calls(run.observation.operators)
         forward_calls = max(len(layers) * len(run.last_step_batch.sizes), backward_calls)
-        seen += f"; {calls} attention calls in step 1, {forward_calls} without recomputation"
+        seen += f"; {calls} attention calls in this step, {forward_calls} without recomputation"
         found = {"offload": offload, "every": every}
         if stored := never_recomputed(run, on):
             names = hw.first_names(stored)

@@ -188,7 +188,7 @@ class Compile(hw.Plugin):
         names = ", ".join(sorted(set(compiled))) or "none"
         graphs = run.observation.calls(COMPILED_GRAPH)
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-        seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} call(s) of compiled graphs in step 1, "
+        seen = f"{len(compiled)} module(s) compiled ({names}), {graphs} call(s) of compiled graphs in this step, "
         seen += f"{breaks} graph break(s) in this process"
         if not run.observation.operators:
             return hw.Evidence.unknown(f"{seen}; no operators were recorded")

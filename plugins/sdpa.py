@@ -132,7 +132,7 @@ class Sdpa(hw.Plugin):
         calls = {kernel: sum(forward[name] for name in forward if name.startswith(op)) for kernel, op in OPERATORS.items()}
         calls = {kernel: count for kernel, count in calls.items() if count}
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
-        seen = f"attn_implementation {implementation}; calls in step 1: {ran}"
+        seen = f"attn_implementation {implementation}; calls in this step: {ran}"
         kernels = frozenset(calls)
         attention = sum(run.observation.forward_calls.get(name, 0) for name in attention_modules(run.inner_model))
         if 0 < sum(calls.values()) < attention and forward.get("aten::_softmax"):

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hwopt.errors import InputError
+from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
@@ -41,6 +42,7 @@ class Accelerator(accelerate.Accelerator):
         listener: Listener | None = None,
         **named: Any,
     ) -> None:
+        refuse_other_laws(additive)
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
         self.hwopt_plugins = dict(plugins or {})
         self.hwopt_listener = listener or Listener()

@@ -53,6 +53,12 @@ PAIR_LOSSES |= {"discopop", "sigmoid_norm"}
 """Values of DPOConfig.loss_type that are a mean over pairs. "sft" is a mean over tokens; "aot" sorts the pairs of a batch."""
 
 
+def refuse_other_laws(additive: str | None) -> None:
+    """Raise InputError unless `additive` is a law, or None."""
+    if additive not in (None, *LAWS):
+        raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
+
+
 def sft(trainer: Any, counted: bool) -> Additivity:
     name = f"the loss of SFTTrainer, loss_type = {trainer.args.loss_type!r}, is"
     if trainer.args.loss_type not in ("nll", "dft"):
@@ -80,15 +86,13 @@ TRL: dict[str, Callable[[Any, bool], Additivity]] = {
 """Class of TRL that computes a loss of its own -> its law. Not here: KTO (a KL term over the batch), ORPO, CPO, GRPO, RLOO."""
 
 
-def additivity_of(trainer: Trainer, counted: bool, given: str | None = None) -> Additivity:
+def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> Additivity:
     """The law of `trainer`'s loss. `counted`: it passes `num_items_in_batch` to the model. `given`: what the user says."""
     if engine := engine_of(trainer.args):
         return Additivity(None, f"{engine} of your arguments owns the step")
     if (mode := trainer.args.torch_compile_mode) in GRAPH_MODES and trainer.args.device.type == "cuda":
         return Additivity(None, f"torch_compile_mode = {mode!r} records CUDA graphs, which the next micro-batch overwrites")
     if given is not None:
-        if given not in LAWS:
-            raise InputError(f"additive = {given!r}: expected one of {listing(LAWS)}")
         return Additivity(given, "as you say")
     model = inner(trainer.model)
     problem = trainer_problem(trainer) or batch_problem(trainer, model)

@@ -49,6 +49,7 @@ def script_of(args: Any, lacks: Mapping[str, str]) -> Script:
     return Script(
         rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         eval_rows=args.per_device_eval_batch_size,
+        micro_rows=args.per_device_train_batch_size,
         training=training_of(args),
         own=own_words(args),
         lacks=lacks,
@@ -69,11 +70,11 @@ def training_of(args: Any) -> dict[str, Any]:
 
 def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
     """Write the plan into `args`, a copy of the user's. Returns a line for each change. `named`: the model is a name."""
-    recipe, changed = plan.recipe, []
+    recipe, changed, kind = plan.recipe, list[str](), type(args).__name__
 
     def put(name: str, value: Any, author: str) -> None:
         if getattr(args, name) != value:
-            changed.append(f"{name} = {value!r}, by {author}; it was {getattr(args, name)!r}")
+            changed.append(f"{name} = {value!r} instead of {getattr(args, name)!r}, the default of {kind}: {author}")
             setattr(args, name, value)
 
     if precision := recipe.accelerator.get("mixed_precision"):
@@ -87,10 +88,13 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
             random = " (random masks and augmentations differ in workers)" if key == "num_workers" and recipe.loader[key] else ""
             put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]") + random)
     applied = {entry.name: entry.author for entry in plan.applied()}
+    done: dict[str, str] = {}
     for name in SWITCHES:
         plugin = plugin_aliases().get(name, "").partition("plugins.")[2].partition(".")[0]
-        if plugin in applied and hasattr(args, name):
-            put(name, False, f"{applied[plugin]}, which does it")
+        if plugin in applied and getattr(args, name, False):
+            setattr(args, name, False)
+            done.setdefault(plugin, f"{name} of {kind} is off in the Trainer: {applied[plugin]} does it in the model")
+    changed += done.values()
     if named and "model_init_kwargs" in inspect.signature(type(args)).parameters:
         kwargs = dict(args.model_init_kwargs or {})
         args.model_init_kwargs = dict(recipe.model_kwargs) | kwargs

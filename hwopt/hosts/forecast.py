@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from hwopt.config.job import JobFile, make_job
-from hwopt.config.profile import Profile
 from hwopt.config.toml import Document
-from hwopt.errors import InputError
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
 from hwopt.hosts.script_plan import NAME, plan_for, task_of
@@ -79,7 +77,7 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     config = getattr(described, "config", described)
     if not hasattr(config, "model_type"):
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
-    profile = None if card == "auto" else profile_of(card)
+    profile = None if card == "auto" else Inputs().profile_of_card(card)
     hardware = None if profile is None else hardware_of_card(profile)
     found = plan_for(
         described, "auto" if profile is None else profile.name, script_of(args, TRAINER_LACKS), plugins, hardware=hardware
@@ -92,26 +90,6 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     if memory.lower_bound:
         why = f"at least {why}; {memory.note}"
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory.highest_gib, usable, memory, plan)
-
-
-def profile_of(card: str) -> Profile:
-    """The profile called `card`, else the one whose card has the longest name in common with it."""
-    inputs = Inputs()
-    profiles = [inputs.profile(name) for name in inputs.files]
-    own = [profile for profile in profiles if profile.content.extends is None and profile.card.capability]
-    named = [profile for profile in profiles if profile.name == card]
-    named += sorted(
-        (profile for profile in own if common(profile, card)), key=lambda profile: -max(map(len, profile.card.match), default=0)
-    )
-    if not named:
-        names = sorted({match for profile in own for match in profile.card.match})
-        raise InputError(f"card = {card!r}: no profile describes it. Known cards: {listing(names)}")
-    return named[0]
-
-
-def common(profile: Profile, card: str) -> bool:
-    """Whether `card` is in a name of the profile's card, or the other way round."""
-    return any(match.lower() in card.lower() or card.lower() in match.lower() for match in profile.card.match)
 
 
 def job_with(config: Any, kind: str) -> JobFile:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from hwopt.errors import InputError
+from hwopt.planning.parts import HostSets
 
-TRAINER_LACKS = {
-    "training": "the hyperparameters are those of your arguments",
-    "schedule": "the learning rates are those of your arguments",
-    "parameter_groups": "which weights decay, and how fast each learns, is your Trainer's",
+TRAINER_LACKS: dict[str, str] = {
+    "training": HostSets("the hyperparameters, warmup among them, are those of your arguments"),
+    "schedule": HostSets("the learning rates are those of your arguments"),
+    "parameter_groups": HostSets("which weights decay, and how fast each learns, is your Trainer's"),
     "order": "your Trainer's sampler orders the rows; set train_sampling_strategy = 'group_by_length' in your arguments",
     "collate": "your collator makes the batches",
     "loss": "your Trainer computes the loss from the model's logits",
@@ -30,7 +31,7 @@ TRAINER_LACKS = {
 }
 """Field of the recipe, or key, that a Trainer has no place for -> why the plugin that writes it is skipped."""
 SCRIPT_LACKS = {
-    **{field: re.sub("your (Trainer|arguments)", "your script", why) for field, why in TRAINER_LACKS.items()},
+    **{field: type(why)(re.sub("your (Trainer|arguments)", "your script", why)) for field, why in TRAINER_LACKS.items()},
     "loader": "your script makes the DataLoader",
     "order": "your script's sampler orders the rows",
     "optimizer_wraps": "your script steps its own optimizer",

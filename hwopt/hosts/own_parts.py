@@ -25,17 +25,18 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
-from hwopt.hosts.additivity import LAWS, Law, shifts_labels
+from hwopt.hosts.additivity import LAWS, Law, refuse_other_laws, shifts_labels
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
 from hwopt.tasks.model_builder import refuse_batch_statistics
 from hwopt.tasks.prepared import Prepared
-from hwopt.text import listing
+from hwopt.text import first_line, listing
 from hwopt.training.randomness import mix
 
 PROBED_ROWS = 4
 """Rows whose losses are compared with the loss of all of them before the training."""
+PADDING = "Pass a collate_fn that pads them to one length, such as transformers.DataCollatorWithPadding(tokenizer)"
 MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are not -100", "sum": "a sum over rows"}
 """Value of `additive` -> what it says of the loss of a batch."""
 
@@ -128,7 +129,7 @@ class OwnCollate(Collate):
         batches, parts, lengths, units = [], list[Part](), list[int](), list[float]()
         for group in groups:
             with seeded(self.seed, step.index, step.samples[group[0]]):
-                batch = checked(self.collate_fn([samples[row]["read"]() for row in group]), len(group))
+                batch = collated(self.collate_fn, [samples[row]["read"]() for row in group])
             own = lengths_of(batch)
             parts.append(Part(0, len(lengths), len(group), max(own)))
             lengths += own
@@ -143,13 +144,21 @@ class OwnCollate(Collate):
         return OwnBatch(step, {}, tuple(parts), tuple(lengths), chosen, tuple(units), batches=tuple(batches), unread=self.unread)
 
 
-def checked(batch: Any, rows: int) -> dict[str, torch.Tensor]:
-    """`batch` of a collator. Raises DataError unless it is a dict of tensors with an entry for each row."""
+def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, torch.Tensor]:
+    """The batch that `collate_fn` makes. Raises DataError unless it is a dict of tensors with an entry for each row."""
+    rows = len(samples)
+    try:
+        batch = collate_fn(samples)
+    except RuntimeError as error:
+        if collate_fn is not torch.utils.data.default_collate:
+            raise
+        raise DataError(f"the rows of the dataset are of unequal size. {PADDING} ({first_line(error)})") from error
     if not isinstance(batch, Mapping) or rows_of(batch) != rows:
         shapes = {key: tuple(getattr(value, "shape", ())) for key, value in batch.items()} if isinstance(batch, Mapping) else ""
         raise DataError(
             f"collate_fn: expected a dict of tensors with an entry for each of {rows} rows, got "
             f"{type(batch).__name__} {shapes}. Return a dict, and leave out what has no entry for each row"
+            + (f". {PADDING}" if collate_fn is torch.utils.data.default_collate else "")
         )
     return dict(batch)
 
@@ -256,12 +265,11 @@ class OwnTask(Task):
 
     def _confirmed(self, additive: str | None) -> Law:
         """`additive`, compared with the losses of single rows. Raises InputError if it is missing or wrong."""
-        if additive is not None and additive not in LAWS:
-            raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
+        refuse_other_laws(additive)
         dataset = self.train_store.dataset
         rows = min(PROBED_ROWS, len(dataset))
         with seeded(self.seed):
-            batch = checked(self.collate_fn([dataset[index] for index in range(rows)]), rows)
+            batch = collated(self.collate_fn, [dataset[index] for index in range(rows)])
         if additive == "labels" and "labels" not in batch:
             raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
         if self.own_loss is not None:

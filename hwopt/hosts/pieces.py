@@ -38,7 +38,7 @@ def training_arguments(
     into = into or TrainingArguments
     if detect().device_type == "cpu":
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
-    script = script_of(into(**own), ARGUMENTS_LACK)
+    script = dataclasses.replace(script_of(into(**own), ARGUMENTS_LACK), micro_rows=None)
     found = plan_for(described_model(model, {}), profile, script, plugins or {})
     fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(SIZES)
     if not own.keys() & sizes_of(found.plan).keys():

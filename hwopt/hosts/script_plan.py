@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
-from hwopt.config.profile import DataDefaults
+from hwopt.config.profile import DataDefaults, Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
@@ -57,6 +57,8 @@ class Script:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
+    micro_rows: int | None = None
+    """Rows that the script computes at once. The profile's number is no more; None: it is the profile's."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def plan_for(
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     facts = facts_of_model(model)
-    final = inputs.profile(profile, [*asked, *own, *sizes_of(script)])
+    sizes, more = sizes_of(script, before, tables)
+    final = inputs.profile(profile, [*asked, *own, *sizes])
     plan = resolve(
-        # without defaults for data, such as max_length: the script's data are the script's
-        replace(final, content=final.content.model_copy(update={"data": DataDefaults()})),
+        # without defaults for data, such as max_length, and without a step's rows: these are the script's
+        replace(final, content=final.content.model_copy(update={"data": DataDefaults(), "plugins": stepless(final, tables)})),
         with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
         job,
         inputs.registry,
@@ -132,7 +135,7 @@ def plan_for(
         strict=strict,
         lacking=script.lacks,
     )
-    return ScriptPlan(plan, (*why, *wins))
+    return ScriptPlan(plan, (*why, *wins, *more))
 
 
 def task_of(model: Any) -> str:
@@ -198,10 +201,28 @@ def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:
             yield f"plugins.{name}.{key}={json.dumps(value)}"
 
 
-def sizes_of(script: Script) -> Iterator[str]:
-    """The batch sizes of `script` as `--set` takes them."""
-    for word, rows in (("effective_batch_size", script.rows), ("per_device_eval_batch_size", script.eval_rows)):
-        yield f"{plugin_aliases()[word]}={rows}"
+def stepless(profile: Profile, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The plugins of `profile` (name -> options) without its gradient accumulation, unless `tables` ask for one."""
+    name, option = plugin_aliases()["gradient_accumulation_steps"].split(".")[1:]
+    plugins = dict(profile.content.plugins)
+    if name in plugins and not (isinstance(tables.get(name), Mapping) and option in tables[name]):
+        plugins[name] = {key: value for key, value in plugins[name].items() if key != option}
+    return plugins
+
+
+def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The batch sizes of `script` as `--set` takes them, and a line if micro-batches get fewer rows than in `profile`."""
+    sizes = {"effective_batch_size": script.rows, "per_device_eval_batch_size": script.eval_rows}
+    name, option = plugin_aliases()["per_device_train_batch_size"].split(".")[1:]
+    theirs, most, asked, lines = profile.get(name, {}).get(option), script.micro_rows, tables.get(name), []
+    said = asked is False or (isinstance(asked, Mapping) and isinstance(asked.get(option), int))
+    if most is not None and theirs is not None and not said and (theirs == "auto" or theirs > most):
+        sizes["per_device_train_batch_size"] = most
+        lines = [
+            f"micro-batches have no more tokens than {most} of the longest rows, by per_device_train_batch_size; the profile has "
+            f"{theirs} rows. If hwopt.fits says that they fit, {name}={{{option!r}: {theirs!r}}} takes them"
+        ]
+    return [f"{plugin_aliases()[word]}={rows}" for word, rows in sizes.items()], lines
 
 
 def own_options(

@@ -18,13 +18,13 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
-from hwopt.hosts.additivity import LAWS, shifts_labels
+from hwopt.hosts.additivity import refuse_other_laws, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
-from hwopt.text import first_line, listing
+from hwopt.text import first_line
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 
@@ -154,8 +154,7 @@ def planned(
     profile: str, model: Any, rows: int, additive: str | None, plugins: Mapping[str, Any], strict: bool, **script: Any
 ) -> ScriptPlan:
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
-    if additive not in (None, *LAWS):
-        raise InputError(f"additive = {additive!r}: expected one of {listing(LAWS)}")
+    refuse_other_laws(additive)
     refuse_prepared(model)
     lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
     own = Script(rows, rows, {}, lacks=lacks, **script)

@@ -21,7 +21,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.hosts.additivity import inner
+from hwopt.hosts.additivity import inner, refuse_other_laws
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
 from hwopt.hosts.script_plan import plan_for
@@ -53,6 +53,7 @@ def optimized(
         raise InputError(f"optimized() takes a subclass of transformers.Trainer, got {trainer_class!r}")
     if issubclass(trainer_class, OptimizedTrainer):
         raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
+    refuse_other_laws(additive)
     refuse_old_versions()
     settings = SimpleNamespace(
         profile=profile, additive=additive, strict=strict, listener=listener or Listener(), plugins=plugins

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from transformers import TrainerCallback
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -18,19 +19,21 @@ from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
-from hwopt.text import first_line
+from hwopt.text import first_line, listing
 from hwopt.training.failure import last_resorts
 
 PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
+TOTALS = ("num_tokens",)
+"""What TRL logs as a total since the start."""
 
 
 class TrainerStep:
     """The batches of the present step of `trainer`. `compute_loss` is the Trainer's own; `additive`: what the user says."""
 
-    def __init__(self, trainer: Any, run: ScriptRun, compute_loss: Callable[..., Any], additive: str | None) -> None:
+    def __init__(self, trainer: Any, run: ScriptRun, compute_loss: Callable[..., Any], additive: Law | None) -> None:
         self.trainer, self.run, self.compute_loss, self.additive = trainer, run, compute_loss, additive
         self.weight = 1.0
         """What the loss of the present micro-batch is multiplied by."""
@@ -75,6 +78,8 @@ class TrainerStep:
         self.run.observe()
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
+            if seeing := [type(each).__name__ for each in self.trainer.callback_handler.callbacks if sees_substeps(each)]:
+                self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
 
@@ -176,7 +181,7 @@ class TrainerStep:
         changed = []
         for name, values in getattr(self.trainer, "_metrics", {}).get("train", {}).items():
             new = values[len(before.get(name, ())) :]
-            if len(new) != len(parts):
+            if len(new) != len(parts) or name in TOTALS:
                 continue
             shares = [part.weight if law != "sum" else labels_in(part.inputs, True) for part in parts]
             mean = sum(value * share for value, share in zip(new, shares, strict=True)) / (sum(shares) or 1)
@@ -196,6 +201,11 @@ class TrainerStep:
         run = self.run
         pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
         run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
+
+
+def sees_substeps(callback: Any) -> bool:
+    """Whether `callback` does something between the batches of a step."""
+    return type(callback).on_substep_end is not TrainerCallback.on_substep_end
 
 
 def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:

@@ -32,7 +32,7 @@ class PluginDecision:
     choices: int = 1
     """Number of options that `probe` offers to the memory planner; 1 without a choice."""
     replaced: bool = False
-    """Whether other plugins replace everything that this one writes; `decision` is then "skip"."""
+    """Whether other plugins replace everything that this one writes, or the host sets it; `decision` is then "skip"."""
 
     @property
     def name(self) -> str:

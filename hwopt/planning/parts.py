@@ -21,13 +21,18 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
     return recipe
 
 
+class HostSets(str):
+    """Why a plugin is skipped of which everything is an argument of the loop itself: also under `strict` that is no loss."""
+
+
 def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -> PluginDecision:
     """`entry`, skipped if it wrote one of the fields or keys that are `lacking`."""
     written = recipe.written_by_author(entry.author) if entry.decision != "skip" else ()
-    for what in written:
-        if reason := lacking.get(what) or lacking.get(what.partition("[")[0]):
-            return replace(entry, decision="skip", reason=f"recipe.{what}: {reason}")
-    return entry
+    reasons = [reason for what in written if (reason := lacking.get(what) or lacking.get(what.partition("[")[0]))]
+    if not reasons:
+        return entry
+    set_there = len(reasons) == len(written) and all(isinstance(reason, HostSets) for reason in reasons)
+    return replace(entry, decision="skip", reason=str(reasons[0]), replaced=set_there)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Fsdp(hw.Plugin):
         gathered = run.observation.calls("FSDP::all_gather (")
         seen = (
             f"{units} modules sharded; this rank holds {local:,} of {total:,} elements, in {len(shards)} of {len(parameters)} "
-            f"tensors; {gathered} all-gathers in step 1"
+            f"tensors; {gathered} all-gathers in this step"
         )
         limit = sum(ceil(p.shape[0] / run.world_size) * (p.numel() // p.shape[0]) for p in shards)  # split along the first axis
         updates_shards = all(isinstance(p, DTensor) for p in run.engine.parameters)

@@ -198,7 +198,7 @@ class FusedLoss(hw.Plugin):
         tokens = max(rows * width for rows, width in run.last_step_batch.sizes)
         chunks = operators.get("aten::scatter_add_", 0) // max(1, fused)  # one per chunk; liger uses its own kernel
         seen = (
-            f"the output layer returned {linear.in_features:,} values per token instead of {linear.out_features:,}; in step 1 "
+            f"the output layer returned {linear.in_features:,} values per token instead of {linear.out_features:,}; in this step "
             f"{fused} fused loss(es), {plain} on whole logits; {tokens:,} tokens in {chunks or 'as many chunks as liger chose'}"
         )
         if chunks:

@@ -254,7 +254,7 @@ class Optimizer(hw.Plugin):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
         seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
-        seen += f"; {fused} call(s) of the fused kernel in step 1"
+        seen += f"; {fused} call(s) of the fused kernel in this step"
         seen += f"; {paged} paged state(s)" if paged else ""
         if cls.endswith("bit") and not quantized:
             seen += "; no state is quantized (tensors under 4,096 elements are too small)"

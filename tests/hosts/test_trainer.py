@@ -153,7 +153,7 @@ def test_loader_and_optimizer_of_a_subclass_stay_its_own(tmp_path: Path, capsys:
     assert all(step.rows == 12 and len(step.sizes) > 2 for step in trainer._run.steps)
     output = capsys.readouterr().out
     assert "OwnHooks.get_train_dataloader() makes the DataLoader" in output
-    assert "skip     optimizer: recipe.optimizer: OwnHooks.create_optimizer() makes the optimizer" in output
+    assert "skip     optimizer: OwnHooks.create_optimizer() makes the optimizer" in output
 
 
 def test_arguments_for_the_optimizer_of_the_trainer_leave_it_to_the_trainer(tmp_path: Path) -> None:
@@ -190,11 +190,26 @@ def test_what_the_script_sets_wins(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (trainer.args.optim, trainer.args.bf16) == ("adafactor", True)
 
 
-def test_strict_refuses_what_would_be_skipped_or_replaced(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="schedule"):
-        train(optimized(strict=True), tmp_path)
+def test_strict_refuses_what_would_be_skipped_or_replaced_and_not_what_the_arguments_set(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="group_lengths"):
+        train(optimized(strict=True, group_lengths=True), tmp_path)
     with pytest.raises(InputError, match="strict: optim = 'adafactor' of your arguments wins"):
-        train(optimized(strict=True, schedule=False), tmp_path, optim="adafactor")
+        train(optimized(strict=True), tmp_path, optim="adafactor")
+    trainer, _ = train(optimized(strict=True), tmp_path, max_steps=1)
+    assert {entry.name for entry in trainer._run.plan.entries if entry.decision == "skip"} == {"schedule"}
+
+
+@pytest.mark.parametrize(("batch", "most"), [({}, 2), ({"batch": {"train": 4}}, 4), ({"batch": {"train": "auto", "eval": 8}}, 2)])
+def test_micro_batch_has_no_more_tokens_than_that_of_the_script_unless_asked_for(
+    batch: Any, most: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2}
+    options = {"precision": {"dtype": "fp32"}, "length_batching": {"overhead_tokens": 10_000}, **batch}
+    trainer, _ = train(hwopt.optimized(Trainer, "cpu", **options), tmp_path, **sizes)
+    for step in trainer._run.steps:
+        computed = max(rows * width for rows, width in step.sizes)
+        assert 2 * max(step.lengths) * (most > 2) < computed <= most * max(step.lengths)
+    assert ("no more tokens than 2 of the longest rows" in capsys.readouterr().out) == (most == 2)
 
 
 def test_model_init_and_positional_arguments(tmp_path: Path) -> None:
@@ -253,7 +268,14 @@ def test_arguments_that_have_no_defaults_and_streams_of_rows_stay_the_script_s(t
     assert "loader" not in lacks_of(Trainer, args, {"train_dataset": IterableDataset.from_generator(rows)})
 
 
-def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_script(tmp_path: Path) -> None:
+class Substeps(Log):
+    def on_substep_end(self, *positional: Any, **objects: Any) -> None:
+        pass
+
+
+def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No tokenizer is given: the token that pads is that of the model's config, which finds the last token of a row by it."""
 
     def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
@@ -264,13 +286,14 @@ def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_s
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=200, pad_token_id=2, num_labels=3, max_position_embeddings=64, **SIZES)
         data = IterableDataset.from_generator(lambda: iter(rows()))
-        trainer = cls(LlamaForSequenceClassification(config), arguments(folder), collate, data, callbacks=[log := Log()])
+        trainer = cls(LlamaForSequenceClassification(config), arguments(folder), collate, data, callbacks=[log := Substeps()])
         trainer.train()
         return log.steps
 
     wanted = steps(Trainer, tmp_path / "plain")
     reset()
     assert farthest(steps(optimized(), tmp_path / "ours"), wanted) < CLOSE
+    assert "on_substep_end of Substeps sees no gradients" in capsys.readouterr().out
 
 
 def test_encoder_decoder_in_seq2seq_trainer(tmp_path: Path) -> None:
@@ -331,10 +354,11 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         hwopt.optimized(int)
     with pytest.raises(InputError, match="has a plan already"):
         hwopt.optimized(optimized())
+    with pytest.raises(InputError, match="additive = 'mean': expected one of"):
+        optimized(additive="mean")
     with pytest.raises(InputError, match="needs model= or model_init="):
         optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True))
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"additive": "mean"}, "additive = 'mean': expected one of"),
         ({"no_such_plugin": {"a": 1}}, "no_such_plugin"),
         ({"length_batchin": False}, "no plugin 'length_batchin' is installed. Did you mean 'length_batching'"),
         ({"batch": 4}, "expected the options of plugin 'batch' as a dict"),

@@ -69,7 +69,7 @@ def test_eager_attention_calls_no_kernel(tmp_path):
     )
     ((entry, evidence),) = [each for each in recorder.found if each[0].name == "sdpa"]
     assert (entry.decision, evidence.status) == ("apply", "active")
-    assert evidence.seen == "attn_implementation eager; calls in step 1: no attention kernel"
+    assert evidence.seen == "attn_implementation eager; calls in this step: no attention kernel"
 
 
 def test_kernel_order_is_restored_after_the_block():
