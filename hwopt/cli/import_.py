@@ -22,14 +22,13 @@ from hwopt.cli.options import format_option, quiet_libraries, say_json, set_opti
 @format_option
 def import_(file: Path, output: Path, name: str | None, card: str | None, assignments: tuple[str, ...], format_: str) -> None:
     quiet_libraries()
-    from hwopt.configs.check.facts import profile_of_card
     from hwopt.configs.imported_files import import_file, write_imported
     from hwopt.planning.inputs import Inputs
     from hwopt.report.check import show_left
     from hwopt.report.terminal import Terminal
 
     inputs = Inputs()
-    profile = None if card is None else profile_of_card(card, inputs)
+    profile = None if card is None else inputs.profile_of_card(card)
     files = import_file(file, inputs, name, None if profile is None else (profile.name, profile.card), assignments)
     write_imported(files, output)
     if format_ == "json":

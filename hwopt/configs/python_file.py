@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from hwopt.configs.source_file import Entry, Keyword, SourceFile, with_comments
+from hwopt.configs.source_file import Entry, SourceFile, with_comments
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
@@ -89,8 +89,8 @@ class Script:
                 ) if bound[name] == 1:
                     self.values[name] = value
 
-    def keywords(self) -> Iterator[Keyword]:
-        """The keywords of all calls of imported names, also those of a dict behind `**`."""
+    def keywords(self) -> Iterator[tuple[str, str, int]]:
+        """(function with its module, keyword, line) of all calls of imported names."""
         imported: dict[str, str] = {}
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
@@ -99,13 +99,8 @@ class Script:
         for call in self.calls:
             name, dot, rest = ast.unparse(call.func).partition(".")
             for keyword in call.keywords if name in imported else ():
-                table = self.behind(keyword.value)
-                given = [(keyword.arg, keyword.lineno)]
-                if keyword.arg is None and isinstance(table, ast.Dict):
-                    given = [(key.value, key.lineno) for key in table.keys if isinstance(key, ast.Constant)]
-                elif keyword.arg is None and isinstance(table, ast.Call) and called(table) == "dict":
-                    given = [(each.arg, each.lineno) for each in table.keywords]
-                yield from (Keyword(imported[name] + dot + rest, word, line) for word, line in given if word is not None)
+                given = self.given(keyword.arg, keyword.value, keyword.lineno)
+                yield from ((imported[name] + dot + rest, word, line) for word, _, line in given if word)
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""
@@ -121,22 +116,24 @@ class Script:
         for argument in call.args[: name not in PARTS]:
             yield from self.entry((*above, first), argument, argument.lineno)
         for keyword in call.keywords:
-            yield from self.keyword(above, keyword.arg, keyword.value, keyword.lineno)
+            for word, value, line in self.given(keyword.arg, keyword.value, keyword.lineno):
+                if word:
+                    yield from self.entry((*above, word), value, line)
+                else:
+                    yield Entry((*above, "**"), cut(ast.unparse(value)), line, interpolated=True)
 
-    def keyword(self, above: tuple[str, ...], name: str | None, value: ast.expr, line: int) -> Iterator[Entry]:
-        """The entries of a keyword, or of what stands behind `**` if `name` is None."""
+    def given(self, name: str | None, value: ast.expr, line: int) -> Iterator[tuple[str | None, ast.expr, int]]:
+        """(name, value, line) of a keyword, or of each one behind `**` (`name` None); the name stays None if a run makes it."""
         table = self.behind(value)
-        if name is not None:
-            yield from self.entry((*above, name), value, line)
-        elif isinstance(table, ast.Dict):
+        if name is None and isinstance(table, ast.Dict):
             for key, part in zip(table.keys, table.values, strict=True):
                 named = str(key.value) if isinstance(key, ast.Constant) else None
-                yield from self.keyword(above, named, part, (key or part).lineno)
-        elif isinstance(table, ast.Call) and called(table) == "dict":
+                yield from self.given(named, part, (key or part).lineno)
+        elif name is None and isinstance(table, ast.Call) and called(table) == "dict":
             for each in table.keywords:
-                yield from self.keyword(above, each.arg, each.value, each.lineno)
+                yield from self.given(each.arg, each.value, each.lineno)
         else:
-            yield Entry((*above, "**"), cut(ast.unparse(value)), line, interpolated=True)
+            yield name, value, line
 
     def entry(self, path: tuple[str, ...], value: ast.expr, line: int) -> Iterator[Entry]:
         behind = self.behind(value)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 
@@ -58,15 +58,6 @@ class Entry:
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
-class Keyword(NamedTuple):
-    """A keyword of a call in a script."""
-
-    function: str
-    """With its module: "trl.SFTConfig"."""
-    name: str
-    line: int
-
-
 @dataclass(frozen=True)
 class SourceFile:
     name: str
@@ -80,8 +71,8 @@ class SourceFile:
     """Comment lines that belong to no entry."""
     calls: tuple[str, ...] = ()
     """Of a script: the calls that were read, such as "TrainingArguments"."""
-    keywords: tuple[Keyword, ...] = ()
-    """Of a script: those of all calls of what it imports."""
+    keywords: tuple[tuple[str, str, int], ...] = ()
+    """Of a script: (function, such as "trl.SFTConfig", keyword, line) of all calls of what it imports."""
 
     @property
     def top(self) -> frozenset[str]:

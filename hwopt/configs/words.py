@@ -105,9 +105,6 @@ DEPRECATED_NAMES = {
 }
 """Names that transformers 5 has under another name too."""
 
-RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
-"""Keyword that classes of TRL and transformers had -> the present one."""
-
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
 """Every word."""
 FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)

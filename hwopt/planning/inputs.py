@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,13 +17,18 @@ from hwopt.config.toml import Document, parse_assignment, read_toml
 from hwopt.data.sources.demo import demo_document
 from hwopt.data.sources.location import MissingFileError
 from hwopt.data.sources.reading import refuse_missing
-from hwopt.errors import HwoptError
+from hwopt.errors import HwoptError, InputError
 from hwopt.hardware.device import parse_memory_limit
 from hwopt.planning.decisions import given_options
 from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 from hwopt.system.hub import hub_is_out_of_reach
 from hwopt.system.paths import path_kind
+from hwopt.text import listing, nearest, truncate
+
+
+def plain_name(card: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 class Inputs:
@@ -36,6 +42,22 @@ class Inputs:
     def profile(self, spec: str, assignments: Sequence[str] = (), job: JobFile | None = None) -> Profile:
         """The profile called `spec`, or of the file `spec`, with the plugins of `job` and `--set plugins.…` on top."""
         return load_profile(spec, self.files, assignments, self.merge_options, self.read, job.plugins if job else None)
+
+    def profile_of_card(self, card: str) -> Profile:
+        """The profile called `card`, else that of the card whose name is most like it: "RTX 3070", "t4", "Tesla T4".
+
+        Raises InputError if there is none.
+        """
+        if card in self.files:
+            return self.profile(card)
+        own = [profile for profile in map(self.profile, reversed(list(self.files))) if profile.content.extends is None]
+        cards = {match: profile for profile in own for match in profile.card.match}
+        plain = plain_name(card)
+        found = [match for match in cards if plain and (plain in plain_name(match) or plain_name(match) in plain)]
+        if not found:
+            known = f"{nearest(card, cards)} There are: {listing(sorted(cards), 30)}"
+            raise InputError(f"card {truncate(card)}: no profile describes it.{known}")
+        return cards[min(found, key=lambda match: abs(len(plain_name(match)) - len(plain)))]
 
     def overridden(self, profile: Profile, assignments: Sequence[str], job: JobFile | None = None) -> Profile:
         """`profile` with the plugins of `job` and `--set plugins.…` on top."""

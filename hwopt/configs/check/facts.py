@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 
 from hwopt.config.card import Card
-from hwopt.config.profile import Profile
 from hwopt.configs.check.contract import Facts
 from hwopt.configs.view import View
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware, described
 from hwopt.planning.inputs import Inputs
-from hwopt.text import listing, nearest, truncate
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ def facts_of(view: View, given: Given, inputs: Inputs, own: Card | None = None) 
 
 def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardware, str]:
     if given.card is not None:
-        profile = profile_of_card(given.card, inputs)
+        profile = inputs.profile_of_card(given.card)
         return of_card(profile.card, given.card), f"{given.card}, by --card ({profile.name})"
     if given.profile is not None:
         profile = inputs.profile(given.profile)
@@ -65,17 +62,3 @@ def of_card(card: Card, name: str) -> Hardware:
         raise InputError(f"--profile: {name} has no card; give one with --card NAME")
     name = card.match[0] if card.match else name
     return described(name, card.capability, card.memory_gib, multiprocessors=card.multiprocessors)
-
-
-def profile_of_card(name: str, inputs: Inputs) -> Profile:
-    """The profile whose card is called `name`, such as "RTX 3070" or "t4". Raises InputError if there is none."""
-    profiles = [inputs.profile(each) for each in inputs.files]
-    cards = {match: profile for profile in reversed(profiles) if profile.content.extends is None for match in profile.card.match}
-    if name in inputs.files:
-        return inputs.profile(name)
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = [match for match in cards if plain and plain in re.sub(r"[^a-z0-9]", "", match.lower())]
-    if not found:
-        near = nearest(name, cards)
-        raise InputError(f"--card {truncate(name)}: no profile has such a card.{near} There are: {listing(sorted(cards), 30)}")
-    return cards[min(found, key=len)]

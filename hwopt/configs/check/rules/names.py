@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 
 from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.view import ConfigSetting, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, RENAMED
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -26,6 +26,8 @@ def shown(entry: ConfigSetting) -> str:
     return f"{entry.key} = {truncate(entry.value)}"
 
 
+RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
+"""Keyword that classes of TRL and transformers had -> the present one."""
 CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft)\.([\w.]+\.)?\w+(Arguments|Config|Trainer)")
 """Classes of the installed libraries whose constructors are looked at."""
 
@@ -44,31 +46,26 @@ def accepted(name: str) -> frozenset[str] | None:
     return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
 
-def refused(view: View) -> set[str]:
-    """The places of keywords of a script that the installed class does not take."""
-    return {each.place for each in refused_keyword.function(view, Facts())}
-
-
 @rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
 def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
     """A keyword of a script that the installed version of the class does not take."""
-    for each in view.source.keywords:
-        taken = accepted(each.function)
-        if taken is None or each.name in taken:
+    for function, name, line in view.source.keywords:
+        taken = accepted(function)
+        if taken is None or name in taken:
             continue
-        module, _, cls = each.function.rpartition(".")
-        new = FORMER_NAMES[each.name].instead if each.name in FORMER_NAMES else RENAMED.get(each.name, each.name)
-        config = f"{cls.removesuffix('Trainer')}Config"
-        if cls.endswith("Trainer") and new in (accepted(f"{module}.{config}") or ()):
-            fix = f"give {new} to {config}"
-        elif new != each.name and (new in taken or each.name in FORMER_NAMES):
-            fix = f"use {new}" if new else f"remove {each.name}"
-        else:
-            near = get_close_matches(each.name[:80], taken, n=1, cutoff=ALIKE)
-            fix = f"use {near[0]}" if near else f"remove {each.name}"
-        package = module.partition(".")[0]
-        what = f"{cls} of {package} {metadata.version(package)} has no {each.name}."
-        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.name}:{each.line}", key=each.name)
+        module, _, cls = function.rpartition(".")
+        package, config = module.partition(".")[0], f"{cls.removesuffix('Trainer')}Config"
+        near = get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
+        new = FORMER_NAMES[name].instead if name in FORMER_NAMES else RENAMED.get(name) or next(iter(near), "")
+        fix = f"use {new}" if new else f"remove {name}"
+        if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
+            fix = f"give {moved.pop()} to {config}"
+        what = f"{cls} of {package} {metadata.version(package)} has no {name}."
+        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.name}:{line}", key=name)
+
+
+def refused(view: View) -> set[str]:
+    return {each.place for each in refused_keyword.function(view, Facts())}
 
 
 @rule("former-name", "warning", source="release notes of transformers", tools=TRANSFORMERS)
