@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,19 +43,19 @@ class Evidence(TrainerCallback):
         self.strict = strict
         self.found: list[Finding] = []
         self.run = SimpleNamespace(inner_model=None, observation=Observation())
-        self._observing: Any = None
+        self._observing: ExitStack | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._observing is None and not self.found:
             model = objects["model"]
             self.run.inner_model = getattr(model, "_orig_mod", model)
-            self._observing = evidence.observing(self.run)
-            self._observing.__enter__()
+            self._observing = ExitStack()
+            self._observing.enter_context(evidence.observing(self.run))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._observing is None:
             return
-        self._stop()
+        self.on_train_end(args, state, control)
         optimizer = objects.get("optimizer")
         self.found = list(findings(args, objects["model"], getattr(optimizer, "optimizer", optimizer), self.run.observation))
         if missing := self.run.observation.missing:
@@ -67,12 +68,9 @@ class Evidence(TrainerCallback):
             raise PluginError(f"asked for, and not active: {'; '.join(missing)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
         if self._observing is not None:
-            observing, self._observing = self._observing, None
-            observing.__exit__(None, None, None)
+            self._observing.close()
+            self._observing = None
 
 
 def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[Finding]:

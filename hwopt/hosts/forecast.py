@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from transformers import TrainingArguments
 
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
@@ -66,8 +67,6 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     The answer is None with a reason where the forecast does not know the trainer or the model.
     Raises InputError for a card that no profile describes, and as `hwopt.resolve` does.
     """
-    from transformers import TrainingArguments
-
     args = args or TrainingArguments("trainer_output", use_cpu=True)
     kind = type(args).__name__
     if kind not in KNOWN:

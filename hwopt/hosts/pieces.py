@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+from transformers import BertConfig, TrainingArguments
+
 from hwopt.export.arguments import SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
@@ -33,8 +36,6 @@ def training_arguments(
     object of `into`. Its attribute `decisions` has a line for each plugin: the arguments that express it, or why none do.
     Rows of an optimizer step stay those of `own`. Raises InputError and PluginError as `hwopt.resolve` does.
     """
-    from transformers import TrainingArguments
-
     into = into or TrainingArguments
     if detect().device_type == "cpu":
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
@@ -49,12 +50,10 @@ def training_arguments(
     return arguments
 
 
-def part_plan(profile: str, model: Any, plugins: Mapping[str, Any], rows: int = ROWS) -> Plan:
+def part_plan(profile: str, model: Any, plugins: Mapping[str, Any]) -> Plan:
     """The plan of `profile` for a script of which only `model` is known: a name, a config, a module, or None for any."""
-    from transformers import BertConfig
-
     described = BertConfig() if model is None else described_model(model, {})
-    return plan_for(described, profile, Script(rows, rows, {}), plugins).plan
+    return plan_for(described, profile, Script(ROWS, ROWS, {}), plugins).plan
 
 
 def model_kwargs(profile: str, model: Any, **plugins: Any) -> dict[str, Any]:
@@ -71,8 +70,6 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     `defaults` are lr, betas, eps and weight_decay of torch's AdamW unless given. `model` (a name, a config or a module) is read
     by plugins that decide by its size.
     """
-    import torch
-
     make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
 
     return lambda parameters, **defaults: make(with_defaults(parameters, defaults))

@@ -124,7 +124,7 @@ class ScriptRun(PlannedRun):
         self.last_step_batch: ScriptStep | None = None
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
-        self.observing: Any = None
+        self.observing = ExitStack()
 
     @property
     def parameter_names(self) -> list[str]:
@@ -188,15 +188,12 @@ class ScriptRun(PlannedRun):
 
     def observe(self) -> None:
         """Record the operators that run until `stop_observing`."""
-        if self.observing is None:
-            self.observing = evidence.observing(self)
-            self.observing.__enter__()
+        self.observing.close()
+        self.observing.enter_context(evidence.observing(self))
 
     def stop_observing(self) -> None:
         """Leave the profiler, also after an error: one that is left open crashes the interpreter at its end."""
-        if self.observing is not None:
-            observing, self.observing = self.observing, None
-            observing.__exit__(None, None, None)
+        self.observing.close()
 
     def end_step(self, skipped: bool) -> None:
         """The optimizer was called; `skipped`: the scaler left the update out."""

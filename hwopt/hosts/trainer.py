@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 from hwopt.errors import InputError
 from hwopt.hardware.monitor import peak_memory_gib
@@ -47,8 +48,6 @@ def optimized(
     hears of the training, on the first rank.
     Raises InputError if `trainer_class` is not a subclass of transformers.Trainer, or has a plan already.
     """
-    from transformers import Trainer
-
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise InputError(f"optimized() takes a subclass of transformers.Trainer, got {trainer_class!r}")
     if issubclass(trainer_class, OptimizedTrainer):
@@ -78,7 +77,11 @@ def given_by_name(classes: Sequence[type], positional: Sequence[Any], named: Map
     return found | (given_by_name(classes[1:], rest, more) if rest or more else {})
 
 
-class OptimizedTrainer:
+Base: Any = object
+"""The class of transformers or TRL that `optimized` adds."""
+
+
+class OptimizedTrainer(Base):  # type: ignore[misc]
     """In front of a Trainer class: overrides hooks that Trainer documents for subclasses, and calls each of them."""
 
     _settings: Any
@@ -107,7 +110,7 @@ class OptimizedTrainer:
 
     def _bind(self, named: bool) -> None:
         """Give the run the objects that the Trainer has made."""
-        run, trainer = self._run, self._trainer
+        run, trainer = self._run, self
         wanted = run.recipe.accelerator.get("mixed_precision")
         if wanted is not None and trainer.accelerator.mixed_precision != wanted:
             raise InputError(
@@ -120,28 +123,20 @@ class OptimizedTrainer:
         run.accelerator = trainer.accelerator
         run.inner_model = run.model = trainer.model
         trainer.add_callback(callback_of(run, trainer))
-        parent: Any = super()
-        self._split = TrainerStep(trainer, run, parent.compute_loss, self._settings.additive)
-
-    @property
-    def _trainer(self) -> Any:
-        """This object as the Trainer that it is."""
-        return self
+        self._split = TrainerStep(trainer, run, super().compute_loss, self._settings.additive)
 
     # hooks of the Trainer
 
     def call_model_init(self, trial: Any = None) -> Any:
-        parent: Any = super()
-        return self._run.fitted(parent.call_model_init(trial))
+        return self._run.fitted(super().call_model_init(trial))
 
     def create_optimizer(self, model: Any = None) -> Any:
-        parent: Any = super()
-        trainer, recipe = self._trainer, self._run.recipe
-        if trainer.optimizer is None and (recipe.optimizer is not None or len(recipe.optimizer_wraps)):
-            module = trainer.model if model is None else model
+        recipe = self._run.recipe
+        if self.optimizer is None and (recipe.optimizer is not None or len(recipe.optimizer_wraps)):
+            module = self.model if model is None else model
             trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-            decays = set(trainer.get_decay_parameter_names(module))  # the Trainer's own groups
-            args = trainer.args
+            decays = set(self.get_decay_parameter_names(module))  # the Trainer's own groups
+            args = self.args
             common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             groups = [
                 common | {"params": [p for name, p in trained if (name in decays) is decay], "weight_decay": rate}
@@ -151,45 +146,40 @@ class OptimizedTrainer:
             optimizer = make([group for group in groups if group["params"]])
             for wrap in recipe.optimizer_wraps:
                 optimizer = wrap(optimizer, self._run)
-            trainer.optimizer = optimizer
-        return parent.create_optimizer(model)
+            self.optimizer = optimizer
+        return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> Any:
-        parent: Any = super()
-        loader = parent.get_train_dataloader()
+        loader = super().get_train_dataloader()
         try:
             batches = len(loader)
         except TypeError:  # an IterableDataset
             batches = 1
-        self._run.train_loader = Loader(loader, ceil(batches / self._trainer.args.gradient_accumulation_steps))
+        self._run.train_loader = Loader(loader, ceil(batches / self.args.gradient_accumulation_steps))
         if self._run.device.type == "cuda" and isinstance(loader, DataLoaderShard):
             loader.device = None  # a step is split on the host, where lengths can be read without waiting for the device
         return loader
 
     def get_batch_samples(self, *positional: Any, **named: Any) -> Any:
-        parent: Any = super()
-        found = parent.get_batch_samples(*positional, **named)
+        found = super().get_batch_samples(*positional, **named)
         self._split.begin(list(found[0]), counted=found[1] is not None)
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        parent: Any = super()
-        return self._split.loss(model, partial(parent.training_step, model), inputs, num_items_in_batch)
+        return self._split.loss(model, partial(super().training_step, model), inputs, num_items_in_batch)
 
     def compute_loss(self, *positional: Any, **named: Any) -> Any:
-        parent: Any = super()
-        found = parent.compute_loss(*positional, **named)
+        found = super().compute_loss(*positional, **named)
         weight = self._split.weight
         if weight == 1.0:
             return found
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
     def train(self, *positional: Any, **named: Any) -> Any:
-        parent: Any = super()
         run = self._run
         with run.process():
             try:
-                return parent.train(*positional, **named)
+                return super().train(*positional, **named)
             except BaseException as error:
                 run.error = error
                 raise
@@ -200,18 +190,15 @@ class OptimizedTrainer:
                 run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
 
     def _save(self, *positional: Any, **named: Any) -> None:
-        parent: Any = super()
-        changed, self._trainer.args = self._trainer.args, self._own_args
+        changed, self.args = self.args, self._own_args
         try:
-            parent._save(*positional, **named)  # training_args.bin holds the user's own arguments
+            super()._save(*positional, **named)  # training_args.bin holds the user's own arguments
         finally:
-            self._trainer.args = changed
+            self.args = changed
 
 
 def default_arguments(trainer: type, model: Any) -> Any:
     """The arguments that `trainer` uses if it is given none: those of TRL's class of the same name, else TrainingArguments."""
-    from transformers import TrainingArguments
-
     name = trainer.__name__.removesuffix("Trainer") + "Config"
     package = importlib.import_module(trainer.__module__.partition(".")[0])
     if isinstance(found := getattr(package, name, None), type) and issubclass(found, TrainingArguments):
@@ -223,8 +210,6 @@ def default_arguments(trainer: type, model: Any) -> Any:
 def described_model(model: Any, given: Mapping[str, Any]) -> Any:
     """What the plan reads of the model: itself, or the config of the name that the Trainer will load."""
     if isinstance(model, str):
-        from transformers import AutoConfig
-
         return AutoConfig.from_pretrained(model)
     if model is None:
         with kept_random_state():  # the Trainer calls it once more
@@ -234,7 +219,6 @@ def described_model(model: Any, given: Mapping[str, Any]) -> Any:
 
 def callback_of(run: ScriptRun, trainer: Any) -> Any:
     """The callback that tells `run` where the Trainer is."""
-    from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
-TOTALS = ("num_tokens",)
-"""What TRL logs as a total since the start."""
 
 
 class TrainerStep:
@@ -78,7 +76,8 @@ class TrainerStep:
         self.run.observe()
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
-            if seeing := [type(each).__name__ for each in self.trainer.callback_handler.callbacks if sees_substeps(each)]:
+            kinds = map(type, self.trainer.callback_handler.callbacks)
+            if seeing := [kind.__name__ for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end]:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
@@ -135,13 +134,12 @@ class TrainerStep:
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
         run, backoff = self.run, self._backoff
-        cut = run.recipe.cut or cut_in_order
+        cut, random_states = run.recipe.cut or cut_in_order, (torch.get_rng_state(), torch.cuda.get_rng_state_all())
         while True:
             parts = self._parts(self.batches, self.law, cut, run.batch.train, backoff.rung)
             counters = self._counters()
             try:
-                with kept_random_state(only_on_error=True):
-                    total = self._accumulated(model, compute, parts, count)
+                total = self._accumulated(model, compute, parts, count)
                 break
             except torch.OutOfMemoryError as error:
                 if run.world_size > 1:  # the other ranks wait in the reduction of gradients
@@ -151,6 +149,8 @@ class TrainerStep:
             for parameter in inner(model).parameters():
                 parameter.grad = None
             vars(self.trainer).update(counters)
+            torch.set_rng_state(random_states[0])
+            torch.cuda.set_rng_state_all(random_states[1])
             release_unused_memory()
             backoff.reduce(sum(len(part.lengths) for part in parts).bit_length(), f"at step {run.step + 1}", reason)
         backoff.step_succeeded()
@@ -181,7 +181,7 @@ class TrainerStep:
         changed = []
         for name, values in getattr(self.trainer, "_metrics", {}).get("train", {}).items():
             new = values[len(before.get(name, ())) :]
-            if len(new) != len(parts) or name in TOTALS:
+            if len(new) != len(parts) or name == "num_tokens":  # a total since the start
                 continue
             shares = [part.weight if law != "sum" else labels_in(part.inputs, True) for part in parts]
             mean = sum(value * share for value, share in zip(new, shares, strict=True)) / (sum(shares) or 1)
@@ -203,11 +203,6 @@ class TrainerStep:
         run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
 
 
-def sees_substeps(callback: Any) -> bool:
-    """Whether `callback` does something between the batches of a step."""
-    return type(callback).on_substep_end is not TrainerCallback.on_substep_end
-
-
 def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
     """`inputs` on `device`. The copies do not wait for a GPU: they start from pinned memory."""
     if device.type != "cuda":
@@ -216,14 +211,6 @@ def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
     return send_to_device(pinned, device, non_blocking=True)
 
 
-@contextmanager
-def kept_random_state(only_on_error: bool = False) -> Iterator[None]:
-    """A block after which torch's random state is as before it; `only_on_error`: if it raises."""
-    host, devices, restores = torch.get_rng_state(), torch.cuda.get_rng_state_all(), True
-    try:
-        yield
-        restores = not only_on_error
-    finally:
-        if restores:
-            torch.set_rng_state(host)
-            torch.cuda.set_rng_state_all(devices)
+def kept_random_state() -> AbstractContextManager[None]:
+    """A block after which torch's random state is as before it."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()))

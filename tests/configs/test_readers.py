@@ -10,7 +10,7 @@ import pytest
 from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_json, from_yaml
 from hwopt.configs.view import View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FLAGS, FORMER_NAMES, INTEGERS, NUMBERS, SYNONYMS, NotReadable, typed
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, SYNONYMS, NotReadable, typed
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
 
@@ -59,25 +59,19 @@ def test_second_key_for_one_word_is_listed() -> None:
 
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "axolotl": (
-        "base_model: m\nmicro_batch_size: 2\nnum_epochs: 1\nsequence_len: 512\nsample_packing: true\nadapter: lora\n"
-        "lora_target_linear: true\nflash_attention: true\nval_set_size: 0.1\n"
+        "base_model: m\nadapter: lora\nlora_target_linear: true\nflash_attention: true\n"
         "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n",
         {
             "model_name_or_path": "m",
-            "per_device_train_batch_size": 2,
-            "num_train_epochs": 1,
-            "max_length": 512,
-            "packing": True,
             "use_peft": True,
             "lora_target_modules": "all-linear",
             "attn_implementation": "flash_attention_2",
-            "eval_fraction": 0.1,
             "train_file": "d",
             "task": "causal-lm",
         },
     ),
     "llama-factory": (
-        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\nlora_rank: 8\nquantization_bit: 4\n"
+        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\nlora_rank: 8\n"
         "flash_attn: fa2\ndataset: a,b\n",
         {
             "model_name_or_path": "m",
@@ -85,7 +79,6 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_peft": True,
             "lora_target_modules": "all-linear",
             "lora_r": 8,
-            "load_in_4bit": True,
             "attn_implementation": "flash_attention_2",
             "train_file": "a",
         },
@@ -168,8 +161,3 @@ def test_vocabulary_has_every_training_argument_and_no_former_one() -> None:
     assert all({name, former.instead} <= fields for name, former in DEPRECATED_NAMES.items())
     named = {former.instead.split(" ")[0] for former in FORMER_NAMES.values() if "_" in former.instead.split(" ")[0]}
     assert named - fields <= {"dispatch_batches", "split_batches", "min_num_params", "transformer_layer_cls_to_wrap"}
-
-
-def test_vocabulary_has_one_type_for_each_word() -> None:
-    assert not (INTEGERS & NUMBERS | INTEGERS & FLAGS | NUMBERS & FLAGS)
-    assert set(SYNONYMS.values()) <= ARGUMENTS

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.scripts import arguments, train
+from hosts.scripts import train
 from integration.forks import free_port
 from transformers import Trainer
 
 import hwopt
-from hwopt.hosts.limits import ENGINE_FIELDS, lacks_of
 
 AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}}
@@ -49,12 +48,6 @@ def test_deepspeed_of_the_arguments_trains_as_in_the_unmodified_script(tmp_path:
     skipped = {line.split()[2] for line in ended.stdout.splitlines() if why in line}
     assert skipped == {"batch:", "length_batching:", "optimizer:", "precision:"}
     assert "after step 1: active   sdpa" in ended.stdout
-
-
-def test_what_an_engine_owns_is_left_to_it(tmp_path: Path) -> None:
-    args = arguments(tmp_path, fsdp="full_shard")
-    lacks = lacks_of(Trainer, args, {})
-    assert {lacks[field] for field in ENGINE_FIELDS} == {"fsdp of your arguments owns model, precision, optimizer and step"}
 
 
 if __name__ == "__main__":

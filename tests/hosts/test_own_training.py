@@ -31,6 +31,12 @@ class Net(torch.nn.Module):
         return found
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, torch.nn.BatchNorm1d(16))
+
+
 class Points(torch.utils.data.Dataset[Any]):
     """48 rows with a class. `noise`: each read of a row adds new random noise."""
 
@@ -142,6 +148,7 @@ def test_resumed_run_draws_the_same_random_rows_and_dropout(tmp_path: Path) -> N
         ({"additive": None}, InputError, "Say additive = 'rows' .* 4 rows of your data agree with 'rows'"),
         ({"additive": "sum"}, InputError, "'sum' .a sum over rows. is wrong for 4 rows of your data"),
         ({"loss": lambda outputs, batch: mean(outputs, batch) ** 2}, InputError, "is wrong for 4 rows"),
+        ({"model": Normed()}, InputError, "whose statistics depend on"),
         ({"model": torch.nn.DataParallel(Net())}, InputError, "wrapped in DataParallel"),
         ({"collate_fn": lambda rows: [row["x"] for row in rows]}, DataError, "expected a dict of tensors"),
         ({"train_dataset": [{"x": torch.ones(number)} for number in range(1, 9)]}, DataError, "unequal size. Pass a collate_fn"),
@@ -153,13 +160,3 @@ def test_mistakes_are_refused(given: Any, error: type, message: str, tmp_path: P
     with pytest.raises(error, match=message):
         train(tmp_path, **given)
     assert not list(tmp_path.iterdir())
-
-
-def test_batch_statistics_are_refused(tmp_path: Path) -> None:
-    class Normed(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers.insert(1, torch.nn.BatchNorm1d(16))
-
-    with pytest.raises(InputError, match="BatchNorm1d, whose statistics depend on the split"):
-        train(tmp_path, Normed())

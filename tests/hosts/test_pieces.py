@@ -35,13 +35,6 @@ def test_own_arguments_win_and_rows_of_a_step_stay(tmp_path: Path) -> None:
     assert any("optim = 'adafactor' of your arguments wins" in line for line in found.decisions)
 
 
-def test_arguments_of_trl(tmp_path: Path) -> None:
-    from trl import SFTConfig
-
-    found = hwopt.training_arguments("cpu", DECODER, SFTConfig, output_dir=str(tmp_path), max_length=64, **{SWITCH: False})
-    assert (type(found), found.max_length, found.bf16) == (SFTConfig, 64, True)
-
-
 def test_model_kwargs_and_optimizer() -> None:
     assert hwopt.model_kwargs("cpu", CONFIG) == {"dtype": "float32", "attn_implementation": "sdpa"}
     parameter = torch.nn.Parameter(torch.ones(3))
