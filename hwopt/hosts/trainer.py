@@ -81,10 +81,12 @@ Base: Any = object
 """The class of transformers or TRL that `optimized` adds."""
 
 
-class OptimizedTrainer(Base):  # type: ignore[misc]
+class OptimizedTrainer(Base):
     """In front of a Trainer class: overrides hooks that Trainer documents for subclasses, and calls each of them."""
 
     _settings: Any
+    args: Any
+    optimizer: Any
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         parents = type(self).__mro__[type(self).__mro__.index(OptimizedTrainer) + 1 :]

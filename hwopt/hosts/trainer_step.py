@@ -76,7 +76,7 @@ class TrainerStep:
         self.run.observe()
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
-            kinds = map(type, self.trainer.callback_handler.callbacks)
+            kinds: list[Any] = list(map(type, self.trainer.callback_handler.callbacks))
             if seeing := [kind.__name__ for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end]:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
