@@ -16,7 +16,7 @@ from hwopt.config.card import Card
 from hwopt.config.job import make_job
 from hwopt.config.toml import parse_assignment, parse_toml
 from hwopt.config.toml_text import inline, plain, profile_name, text_of
-from hwopt.configs.recognise import read_view
+from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.translation import Taken, Translation, translate
 from hwopt.configs.view import TOOL_NAMES, ConfigSetting
 from hwopt.errors import InputError, StorageError
@@ -74,7 +74,7 @@ def import_file(
     `assignments`: keys of the job as for `--set`, instead of those of the file. Raises InputError if the file is of no other
     tool or cannot be read, or if the job is not valid.
     """
-    view = read_view(path, inputs)
+    view = view_of(read_source(path), inputs)
     if view.is_hwopt:
         raise InputError(f"{path}: is a {TOOL_NAMES[view.tool]} already; `hwopt check {path}` checks it")
     translation = translate(view, inputs.registry)

@@ -40,12 +40,8 @@ def read_source(path: Path) -> SourceFile:
     return from_yaml(text, name)
 
 
-def read_view(path: Path, inputs: Inputs) -> View:
-    """The view of a configuration file. Raises InputError if it belongs to no known tool, or is not valid."""
-    return view_of(read_source(path), inputs)
-
-
 def view_of(source: SourceFile, inputs: Inputs) -> View:
+    """The view of a configuration file. Raises InputError if it belongs to no known tool, or is not valid."""
     if source.language == "TOML":
         if hwopt_tool(source) == "hwopt-profile":
             return profile_view(inputs.profile(source.name), source)

@@ -67,8 +67,10 @@ def translate(view: View, registry: Registry) -> Translation:
                 result = options.ask(setting)
             elif result is None:
                 result = without(INSTEAD.get(setting.word, "hwopt has no such setting"))
-            elif not isinstance(result, Omitted) and (problem := job_problem(*result)):
-                result = without(problem)
+            elif not isinstance(result, Omitted):
+                (table, name), value = result
+                if why := problem(Job.model_fields[table].annotation, (table,), {**NEEDED.get(table, {}), name: value}):
+                    result = without(why)
         except (HwoptError, TypeError, ValueError) as error:  # such as a list where a text belongs
             result = without(first_line(error))
         if isinstance(result, Omitted):
@@ -80,12 +82,6 @@ def translate(view: View, registry: Registry) -> Translation:
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
     found.left += view.unread
     return found
-
-
-def job_problem(key: tuple[str, str], value: Any) -> str:
-    """Why a job refuses the value; "" if it does not."""
-    table, name = key
-    return problem(Job.model_fields[table].annotation, key[:1], {**NEEDED.get(table, {}), name: value})
 
 
 def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Plugin
 from hwopt.plugin.recipe import LISTS, SETTINGS, SLOTS, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.training.listener import Listener
@@ -32,24 +31,18 @@ MODEL_LACKS = {
 SAVED_MODEL = "it makes another model, which could not be undone; load or prepare the model with it"
 
 
-class Applied:
+class Applied(ExitStack):
     """Plugins in effect on a model, until `undo()` or the end of a `with` block."""
 
     def __init__(self, plan: Plan, skipped: Mapping[str, str]) -> None:
+        super().__init__()
         self.plan = plan
         self.skipped = dict(skipped)
         """Plugin -> why it was not applied."""
-        self.stack = ExitStack()
 
     def undo(self) -> None:
         """Restore the process and the attributes of the model that the plugins changed, except those that changed again since."""
-        self.stack.close()
-
-    def __enter__(self) -> Applied:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
+        self.close()
 
 
 def apply(
@@ -84,24 +77,20 @@ def apply(
         for entry in plan.entries:
             decision = "skip" if entry.name in skipped else entry.decision
             run.say(f"{decision:8} {entry.name}: {skipped.get(entry.name, entry.reason)}")
-            if decision != "skip":
-                apply_one(entry.plugin, model, run)
+            if decision == "skip":
+                continue
+            recipe = Recipe()  # what this plugin alone writes
+            entry.plugin.apply(recipe, plan.context)
+            if kernel := recipe.model_kwargs.get("attn_implementation"):
+                model.set_attn_implementation(kernel)
+            if recipe.loss is not None:
+                compute_loss_in(model, recipe.loss, recipe, run)
+                continue
+            for step in recipe.model_steps:
+                step(model, run)
         changes.seen()
-        applied.stack = stack.pop_all()
+        applied.push(stack.pop_all())
     return applied
-
-
-def apply_one(plugin: Plugin, model: Any, run: ScriptRun) -> None:
-    """Apply what `plugin` writes for the model."""
-    recipe = Recipe()
-    plugin.apply(recipe, run.plan.context)
-    if kernel := recipe.model_kwargs.get("attn_implementation"):
-        model.set_attn_implementation(kernel)
-    if recipe.loss is not None:
-        compute_loss_in(model, recipe.loss, recipe, run)
-        return
-    for step in recipe.model_steps:
-        step(model, run)
 
 
 def why_not(entry: Any, plan: Plan, model: Any) -> str:
@@ -161,9 +150,8 @@ class Changes:
     def seen(self) -> None:
         """Note what has changed: (table, name, value before, value now)."""
         for table, old in zip(self.tables, self.before, strict=True):
-            names = {*table, *old}
-            self.changed += [(table, name, old.get(name, self), table.get(name, self)) for name in names]
-        self.changed = [each for each in self.changed if each[2] is not each[3]]
+            pairs = ((name, old.get(name, self), table.get(name, self)) for name in {*table, *old})
+            self.changed += [(table, *pair) for pair in pairs if pair[1] is not pair[2]]
 
     def undo(self) -> None:
         """Restore the value before, unless it changed again since."""

@@ -140,18 +140,13 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int | None) -> Iterable[tu
         and joinable
         and None not in counts
         and (pad_id is not None or len({width_of(batch) for batch in batches}) == 1)
-        and all(map(can_be_padded, batches))
+        and all(known_columns(batch) and ("attention_mask" in batch or "input_ids" not in batch) for batch in batches)
         and len({frozenset((key, value.shape[1:-1]) for key, value in batch.items()) for batch in batches}) == 1
     ):
         yield concatenated(batches, pad_id), rows_of(batches[0]) or 1
         return
     for batch in batches:
         yield batch, rows_of(batch) or 1
-
-
-def can_be_padded(batch: Batch) -> bool:
-    """Whether every value with a column for each token is known to be padded on the right."""
-    return known_columns(batch) and ("attention_mask" in batch or "input_ids" not in batch)
 
 
 def known_columns(batch: Batch) -> bool:

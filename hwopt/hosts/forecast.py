@@ -25,14 +25,6 @@ from hwopt.text import listing
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
-PREFERENCES = "its trainer holds a reference model, computes good and bad answers in one batch, and keeps their log-probabilities"
-GENERATED = "its trainer writes the rows of each step, with a cache of keys and values, and may hold a reference model"
-NOT_KNOWN = {
-    **dict.fromkeys(("DPOConfig", "KTOConfig", "CPOConfig", "ORPOConfig"), PREFERENCES),
-    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "OnlineDPOConfig"), GENERATED),
-    "RewardConfig": "its trainer computes good and bad answers in one batch",
-}
-"""Class of arguments of TRL -> what the forecast does not count."""
 LENGTH = 1024
 """Tokens of a row if neither the data, the arguments nor the model say a number."""
 
@@ -44,10 +36,6 @@ class Fit:
     fits: bool | None
     """None if it is not known; `why` says why."""
     why: str
-    peak_gib: float | None = None
-    """The most that the allocator takes, in training and evaluation."""
-    usable_gib: float | None = None
-    """The card's memory without CUDA's context and a reserve."""
     memory: MemoryPlan | None = None
     plan: Plan | None = None
 
@@ -70,8 +58,8 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     args = args or TrainingArguments("trainer_output", use_cpu=True)
     kind = type(args).__name__
     if kind not in KNOWN:
-        why = NOT_KNOWN.get(kind, "its trainer may hold a second model, or make its rows in the step")
-        return Fit(None, f"{kind}: {why}; the forecast knows {listing(KNOWN)}")
+        why = f"its trainer may hold a second model, or make its rows in the step; the forecast knows {listing(KNOWN)}"
+        return Fit(None, f"{kind}: {why}")
     described = described_model(model, {})
     config = getattr(described, "config", described)
     if not hasattr(config, "model_type"):
@@ -83,12 +71,11 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     )
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
-    usable = memory.free_gib - memory.reserve_gib
-    why = f"{memory.highest_gib:.2f} of {usable:.2f} GiB on {plan.hardware.name}, "
+    why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
     why += f"{memory.rows} x {memory.width} tokens, {memory.tier}"
     if memory.lower_bound:
         why = f"at least {why}; {memory.note}"
-    return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory.highest_gib, usable, memory, plan)
+    return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
 
 
 def job_with(config: Any, kind: str) -> JobFile:

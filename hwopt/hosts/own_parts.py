@@ -87,27 +87,15 @@ class OwnStore:
 
 @dataclass(frozen=True)
 class OwnBatch(StepBatch):
-    """A step batch of what the user's collator made."""
+    """A step batch of what the user's collator made: "0.labels" is the buffer `labels` of the first part."""
 
-    batches: tuple[dict[str, Any], ...] = ()
-    """The batch of each part."""
     unread: frozenset[str] = frozenset()
     """Keys that `forward` does not take."""
 
-    def pin_memory(self) -> OwnBatch:
-        return self._each(lambda value: value.pin_memory())
-
-    def to(self, device: torch.device) -> OwnBatch:
-        values = [value for batch in self.batches for value in batch.values()]
-        pinned = device.type == "cuda" and all(value.is_pinned() for value in values)
-        return replace(self._each(lambda value: value.to(device, non_blocking=True)), pinned=pinned)
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnBatch:
-        return replace(self, batches=tuple({key: change(value) for key, value in batch.items()} for batch in self.batches))
-
     def _micro_batch(self, part: Part, begin: int, end: int, share: float) -> MicroBatch:
         first, last = part.first_row + begin, part.first_row + end
-        batch = self.batches[self.parts.index(part)]
+        own = f"{self.parts.index(part)}."
+        batch = {key.removeprefix(own): value for key, value in self.buffers.items() if key.startswith(own)}
         if end - begin < part.rows:
             batch = sliced(batch, list(range(begin, end)), max(self.lengths[first:last]))
         inputs = {key: value for key, value in batch.items() if key not in self.unread}
@@ -126,22 +114,22 @@ class OwnCollate(Collate):
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, Any]], counts: Sequence[float]) -> OwnBatch:
         groups = self.groups([int(sample["length"]) for sample in samples])
-        batches, parts, lengths, units = [], list[Part](), list[int](), list[float]()
-        for group in groups:
+        buffers, parts, lengths, units = dict[str, torch.Tensor](), list[Part](), list[int](), list[float]()
+        for number, group in enumerate(groups):
             with seeded(self.seed, step.index, step.samples[group[0]]):
                 batch = collated(self.collate_fn, [samples[row]["read"]() for row in group])
             own = lengths_of(batch)
             parts.append(Part(0, len(lengths), len(group), max(own)))
             lengths += own
             units += map(float, labels_of(batch, self.shifted)) if self.law == "labels" else [1.0] * len(group)
-            batches.append(batch)
+            buffers |= {f"{number}.{key}": value for key, value in batch.items()}
         order = [row for group in groups for row in group]
         if self.law == "labels":
             step = replace(step, count=sum(units))
         elif self.law == "sum":
             step, units = replace(step, count=0), [1 / len(units)] * len(units)
         chosen = tuple(step.samples[row] for row in order)
-        return OwnBatch(step, {}, tuple(parts), tuple(lengths), chosen, tuple(units), batches=tuple(batches), unread=self.unread)
+        return OwnBatch(step, buffers, tuple(parts), tuple(lengths), chosen, tuple(units), unread=self.unread)
 
 
 def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, torch.Tensor]:

@@ -71,7 +71,6 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     by plugins that decide by its size.
     """
     make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
-
     return lambda parameters, **defaults: make(with_defaults(parameters, defaults))
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from transformers import PreTrainedModel
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
@@ -148,23 +150,18 @@ def task_of(model: Any) -> str:
 
 def transformers_model(model: Any) -> Any:
     """`model`, or the first model of transformers inside it, as in a SentenceTransformer; `model` if there is none."""
-    from transformers import PreTrainedModel
-
     inside = model.modules() if hasattr(model, "modules") else ()
     return next((module for module in inside if isinstance(module, PreTrainedModel)), model)
 
 
 def facts_of_model(model: Any) -> ModelFacts:
     """The facts of a model of transformers, or of its config; of another module only what it shows itself."""
-    import torch
-
     model = transformers_model(model)
     config = getattr(model, "config", model)
-    is_module = isinstance(model, torch.nn.Module)
     if hasattr(config, "model_type"):
         name = getattr(config, "_name_or_path", "") or config.model_type
-        head = task_facts(task_of(model))
-        found = model_facts(config, head, name, cache_folder() / "models", type(model) if is_module else None)
+        own = type(model) if isinstance(model, torch.nn.Module) else None
+        found = model_facts(config, task_facts(task_of(model)), name, cache_folder() / "models", own)
         return replace(found, router_loss=0.0)  # the loss is that of the script
     return ModelFacts(
         name=type(model).__name__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.script_plan import transformers_model
@@ -20,6 +21,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Observation
 from hwopt.plugin.guard import guarded_context
 from hwopt.training import evidence
+from hwopt.training.failure import last_resorts
 from hwopt.training.listener import Listener
 from hwopt.training.run import PlannedRun
 
@@ -125,6 +127,7 @@ class ScriptRun(PlannedRun):
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing = ExitStack()
+        self.backoff = OomBackoff("Training", plan.batch_option("train"), self.warn, last_resorts=last_resorts(self))
 
     @property
     def parameter_names(self) -> list[str]:
@@ -216,6 +219,13 @@ class ScriptRun(PlannedRun):
         for warning in evidence.ceased(self.found, found):
             self.warn(warning)
         self.found = found
+
+    def make_smaller(self, trained: Iterable[torch.nn.Parameter], rows: int, reason: str) -> None:
+        """Free the gradients of a step of `rows` rows that ran out of memory, and let the next try have smaller parts."""
+        for parameter in trained:
+            parameter.grad = None
+        release_unused_memory()
+        self.backoff.reduce(rows.bit_length(), f"at step {self.step + 1}", reason)
 
     def token_line(self) -> str:
         """What splitting by length saved, as a sentence; "" before the first step."""

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from hwopt.data.batches.collate import cut_in_order
-from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
-from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import refuse_other_laws, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
@@ -25,7 +23,6 @@ from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
-from hwopt.training.failure import last_resorts
 from hwopt.training.listener import DONE, Listener
 
 
@@ -40,8 +37,6 @@ class Session:
         self.stack = ExitStack()
         for line in found.lines():
             self.run.say(line)
-        option = found.plan.batch_option("train")
-        self.backoff = OomBackoff("Training", option, self.run.warn, last_resorts=last_resorts(self.run))
         self.parts: list[CollatedPart] = []
         self.in_step = False
 
@@ -85,7 +80,7 @@ class Session:
             cut = self.run.recipe.cut or cut_in_order
             law: Any = self.additive
             shifted = shifts_labels(self.run.inner_model)
-            parts = micro_batches([batch], law, cut, self.run.batch.train, self.backoff.rung, shifted=shifted)
+            parts = micro_batches([batch], law, cut, self.run.batch.train, self.run.backoff.rung, shifted=shifted)
         self.parts += parts
         yield from parts
 
@@ -115,18 +110,15 @@ class Session:
                         weighted = loss(part.inputs) * part.weight
                         backward(weighted)
                     total = total + weighted.detach()
-                self.backoff.step_succeeded()
+                self.run.backoff.step_succeeded()
                 return total
             except torch.OutOfMemoryError as error:
                 if not repeats:
                     raise
                 reason = first_line(error)
             # after the except block: the exception's frames keep tensors alive
-            for parameter in trained:
-                parameter.grad = None
             del self.parts[before:]
-            release_unused_memory()
-            self.backoff.reduce((rows_of(batch) or 1).bit_length(), f"at step {self.run.step + 1}", reason)
+            self.run.make_smaller(trained, rows_of(batch) or 1, reason)
 
     def begin_step(self) -> None:
         """Called in each forward pass of the model. One without gradients is evaluation."""
@@ -178,8 +170,6 @@ def session(
     plugin -> its options, or False to leave it out. fp16 is left to loops with a loss scaler: see `hwopt.Accelerator`.
     """
     precision = planned(profile, model, rows, None, plugins, strict=False).plan.recipe.accelerator.get("mixed_precision")
-    lacks = {"accelerator['mixed_precision']": FP16} if precision == "fp16" else {}
+    fp16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"
+    lacks = {"accelerator['mixed_precision']": fp16} if precision == "fp16" else {}
     return Session(planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, listener or Listener())
-
-
-FP16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"

@@ -27,7 +27,7 @@ from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
 from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
-from hwopt.hosts.trainer_step import TrainerStep, kept_random_state
+from hwopt.hosts.trainer_step import TrainerStep
 from hwopt.training.listener import DONE, Listener
 
 
@@ -77,8 +77,7 @@ def given_by_name(classes: Sequence[type], positional: Sequence[Any], named: Map
     return found | (given_by_name(classes[1:], rest, more) if rest or more else {})
 
 
-Base: Any = object
-"""The class of transformers or TRL that `optimized` adds."""
+Base: Any = object  # `optimized` adds the class of transformers or TRL
 
 
 class OptimizedTrainer(Base):
@@ -214,7 +213,7 @@ def described_model(model: Any, given: Mapping[str, Any]) -> Any:
     if isinstance(model, str):
         return AutoConfig.from_pretrained(model)
     if model is None:
-        with kept_random_state():  # the Trainer calls it once more
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # the Trainer calls it once more
             return given["model_init"]()
     return inner(model)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,15 +12,12 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from hwopt.data.batches.collate import cut_in_order
-from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError
-from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
-from hwopt.training.failure import last_resorts
 
 PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
@@ -38,7 +35,6 @@ class TrainerStep:
         self.law: Additivity | None = None
         """How the loss adds up; None before the first step."""
         self.batches: list[Batch] = []
-        self._backoff = OomBackoff("Training", run.plan.batch_option("train"), run.warn, last_resorts=last_resorts(run))
 
     @property
     def is_split(self) -> bool:
@@ -58,8 +54,17 @@ class TrainerStep:
         self._left -= 1
         if not self.is_split:
             self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self.batches])
-            with self._whole_batch():
-                return compute(send_to_device(inputs, self.trainer.args.device, non_blocking=True), count)
+            args = self.trainer.args
+            try:
+                return compute(send_to_device(inputs, args.device, non_blocking=True), count)
+            except torch.OutOfMemoryError as error:
+                if args.auto_find_batch_size:  # Accelerate starts again with fewer rows
+                    raise
+                raise DoesNotFitError(
+                    f"a batch of {args.per_device_train_batch_size} rows does not fit, and it is not split: "
+                    f"{self.law.reason if self.law else ''}. Lower per_device_train_batch_size and raise "
+                    f"gradient_accumulation_steps, or set gradient_checkpointing = True ({first_line(error)})"
+                ) from error
         if self._left:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
@@ -97,7 +102,7 @@ class TrainerStep:
 
         training = inner(model).training
         model.eval()
-        with torch.no_grad(), kept_random_state():
+        with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
             whole = loss_of(few)
             losses = [loss_of(part.inputs) for part in rows]
         model.train(training)
@@ -106,20 +111,6 @@ class TrainerStep:
         parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))
         spread = max(losses) - min(losses)
         return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if rough else 1e-4 * spread + 4e-6 * abs(whole)) + 1e-7
-
-    @contextmanager
-    def _whole_batch(self) -> Iterator[None]:
-        """A block for a batch that is not split: an out-of-memory error of it says why, and what to change."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if self.trainer.args.auto_find_batch_size:  # Accelerate starts again with fewer rows
-                raise
-            raise DoesNotFitError(
-                f"a batch of {self.trainer.args.per_device_train_batch_size} rows does not fit, and it is not split: "
-                f"{self.law.reason if self.law else ''}. Lower per_device_train_batch_size and raise "
-                f"gradient_accumulation_steps, or set gradient_checkpointing = True ({first_line(error)})"
-            ) from error
 
     def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
         trainer = self.trainer
@@ -133,10 +124,10 @@ class TrainerStep:
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
-        run, backoff = self.run, self._backoff
+        run = self.run
         cut, random_states = run.recipe.cut or cut_in_order, (torch.get_rng_state(), torch.cuda.get_rng_state_all())
         while True:
-            parts = self._parts(self.batches, self.law, cut, run.batch.train, backoff.rung)
+            parts = self._parts(self.batches, self.law, cut, run.batch.train, run.backoff.rung)
             counters = self._counters()
             try:
                 total = self._accumulated(model, compute, parts, count)
@@ -146,14 +137,11 @@ class TrainerStep:
                     raise
                 reason = first_line(error)
             # after the except block: the exception's frames keep tensors alive
-            for parameter in inner(model).parameters():
-                parameter.grad = None
             vars(self.trainer).update(counters)
             torch.set_rng_state(random_states[0])
             torch.cuda.set_rng_state_all(random_states[1])
-            release_unused_memory()
-            backoff.reduce(sum(len(part.lengths) for part in parts).bit_length(), f"at step {run.step + 1}", reason)
-        backoff.step_succeeded()
+            run.make_smaller(inner(model).parameters(), sum(len(part.lengths) for part in parts), reason)
+        run.backoff.step_succeeded()
         changed = self._merge_metrics(counters.get("_metrics", {}).get("train", {}), parts)
         if changed and not run.steps:
             run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
@@ -209,8 +197,3 @@ def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
         return inputs
     pinned = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     return send_to_device(pinned, device, non_blocking=True)
-
-
-def kept_random_state() -> AbstractContextManager[None]:
-    """A block after which torch's random state is as before it."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()))

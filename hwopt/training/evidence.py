@@ -58,10 +58,8 @@ def observing(run: RunView) -> Iterator[None]:
 
 def profiler_is_open() -> bool:
     """Whether a profiler of torch records, or waits in its block for the first step to record."""
-    from torch.autograd.profiler import KinetoStepTracker
-    from torch.profiler.profiler import PROFILER_STEP_NAME
-
-    return torch._C._autograd._profiler_enabled() or PROFILER_STEP_NAME in KinetoStepTracker._step_dict
+    waiting = "ProfilerStep" in torch.autograd.profiler.KinetoStepTracker._step_dict
+    return waiting or torch._C._autograd._profiler_enabled()
 
 
 @contextmanager

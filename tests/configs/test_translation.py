@@ -57,11 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max_steps: -1\nnum_train_epochs: 2": {"training.num_train_epochs": 2},
     "max_steps: 10\nnum_train_epochs: 2": {"training.max_steps": 10},
     "label_smoothing: 0.1\nfp16: false": {"task.label_smoothing": 0.1},
-    "model_name: m\ntrain_file: t.csv\nmax_seq_length: 64\nfp16: false": {
-        "model.name": "m",
-        "data.train": "t.csv",
-        "data.max_length": 64,
-    },
 }
 
 

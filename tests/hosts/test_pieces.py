@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import SIZES, arguments, bert, padded, rows
+from hosts.scripts import arguments, bert, padded, rows
 from transformers import BertConfig, LlamaConfig, Trainer, TrainingArguments
 
 import hwopt
@@ -16,7 +16,6 @@ from hwopt.errors import InputError, PluginError
 WIDE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
 CONFIG = BertConfig(vocab_size=1000, architectures=["BertForSequenceClassification"], **WIDE)
 SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
-DECODER = LlamaConfig(vocab_size=200, architectures=["LlamaForCausalLM"], max_position_embeddings=64, **SIZES)
 
 
 def test_arguments_have_what_the_profile_sets_and_the_script_leaves_open(tmp_path: Path) -> None:
@@ -60,9 +59,9 @@ def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Pat
     found = hwopt.fits(large, args, card="Tesla T4")
     assert found.fits is False
     assert str(found).startswith("does not fit: ")
-    unknown = hwopt.fits(DECODER, DPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{SWITCH: False}))
+    unknown = hwopt.fits(CONFIG, DPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{SWITCH: False}))
     assert (unknown.fits, bool(unknown)) == (None, False)
-    assert "DPOConfig: its trainer holds a reference model" in str(unknown)
+    assert "DPOConfig: its trainer may hold a second model" in str(unknown)
     with pytest.raises(InputError, match="card 'RTX 9999': no profile describes it. .*There are: "):
         hwopt.fits(CONFIG, args, card="RTX 9999")
 

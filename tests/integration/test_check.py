@@ -9,7 +9,7 @@ import pytest
 from hwopt import api
 from hwopt.configs.check.rules.card import estimate_gib
 from hwopt.configs.imported_files import BERT_BASE
-from hwopt.configs.recognise import read_view
+from hwopt.configs.recognise import read_source, view_of
 from hwopt.planning.inputs import Inputs
 
 pytestmark = pytest.mark.daily
@@ -38,5 +38,5 @@ def test_estimate_is_above_the_planned_memory_of_bert_base_by_less_than_half(row
     planned = api.with_memory(plan, lambda changes: plan).memory
     assert planned is not None
     assert planned.tier == "traced"
-    estimate = estimate_gib(read_view(profile, Inputs()), 109.5e6, length)
+    estimate = estimate_gib(view_of(read_source(profile), Inputs()), 109.5e6, length)
     assert planned.peak_gib < estimate < 1.5 * planned.peak_gib

@@ -11,7 +11,7 @@ import pytest
 from hwopt.configs.check.checker import CheckReport, check, check_file, installed_rules
 from hwopt.configs.check.contract import Facts
 from hwopt.configs.check.facts import Given
-from hwopt.configs.recognise import read_view
+from hwopt.configs.recognise import read_source, view_of
 from hwopt.planning.inputs import Inputs
 
 INPUTS = Inputs()
@@ -296,7 +296,7 @@ def test_builtin_profile_has_no_error_and_no_wrong_comment(name: str) -> None:
 def test_card_rules_say_that_they_need_a_card(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("bf16: true\ntf32: true\ndataloader_num_workers: 4\n")
-    report = check(read_view(path, INPUTS), Facts(), installed_rules())
+    report = check(view_of(read_source(path), INPUTS), Facts(), installed_rules())
     assert any("card-feature" in each and "--card" in each for each in report.waiting)
     assert any("workers-cores" in each and "--cores" in each for each in report.waiting)
     assert report.exit_code() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Any
 
 from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, combination
@@ -13,11 +14,6 @@ REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
 
 def positive(value: Any) -> bool:
     return is_number(value) and value > 0
-
-
-def off(value: Any) -> bool:
-    """Whether the setting is 0 or false, or is not given and so off by default."""
-    return not value
 
 
 def is_half(value: Any) -> bool:
@@ -65,7 +61,7 @@ COMBINATIONS = (
     combination(
         "fp16-weights",
         "error",
-        {"torch_dtype": is_half, "fp16": True, "use_peft": off},
+        {"torch_dtype": is_half, "fp16": True, "use_peft": not_},
         "{torch_dtype} is fp16 beside {fp16} = true.",
         'The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
         source="torch, GradScaler: Attempting to unscale FP16 gradients",
@@ -124,7 +120,7 @@ COMBINATIONS = (
     combination(
         "compile-widths",
         "warning",
-        {"torch_compile": True, "packing": off},
+        {"torch_compile": True, "packing": not_},
         "torch.compile compiles again for each new width of a batch.",
         "At the recompile limit of 8 torch runs in eager mode, silently. The mode reduce-overhead records graphs again.",
         source="pytorch#188150; recompile limit of 8",
@@ -166,7 +162,7 @@ COMBINATIONS = (
     combination(
         "prefetch-without-workers",
         "error",
-        {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": off},
+        {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
         "{dataloader_prefetch_factor} is given without workers.",
         "The trainer stops: only workers prefetch, and the default is 0 workers.",
         source="torch, DataLoader: prefetch_factor needs workers",
@@ -176,7 +172,7 @@ COMBINATIONS = (
     combination(
         "persistent-without-workers",
         "error",
-        {"dataloader_persistent_workers": True, "dataloader_num_workers": off},
+        {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
         "{dataloader_persistent_workers} is true without workers.",
         "The data loader stops: it has no worker to keep.",
         source="torch, DataLoader: persistent_workers needs workers",
