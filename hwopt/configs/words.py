@@ -20,8 +20,8 @@ def names(text: str) -> frozenset[str]:
 
 INTEGERS = names(
     """
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps effective_batch_size max_steps
-    save_total_limit dataloader_num_workers dataloader_prefetch_factor seed data_seed eval_accumulation_steps lora_r
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps effective_batch_size effective_tokens
+    max_steps save_total_limit dataloader_num_workers dataloader_prefetch_factor seed data_seed eval_accumulation_steps lora_r
     lora_alpha max_length max_train_samples zero_stage num_processes num_machines early_stopping_patience
     """
 )

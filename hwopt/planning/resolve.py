@@ -6,7 +6,7 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hwopt.config.job import Job, JobFile
@@ -41,11 +41,13 @@ def resolve(
     strict: bool = False,
     choices: Mapping[str, int] | None = None,
     lacking: Mapping[str, str] | None = None,
+    tokens_per_sample: Callable[[], float | None] = lambda: None,
 ) -> Plan:
     """The plan: every plugin of the profile is probed in order, and those that apply write the recipe.
 
     `choices`: plugin -> index of the option to take if its probe offers several (`Decision.choose`); default: the first.
     `lacking`: field or key of the recipe that the training loop cannot take -> why; plugins that write it are skipped.
+    `tokens_per_sample`: the function of the same name in `Context`.
 
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
@@ -53,7 +55,7 @@ def resolve(
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
     card = profile.card_of(hardware)
-    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
+    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen, tokens_per_sample)
     entries = decide(profile, registry, context, choices or {})
     recipe = write_recipe(entries, context)
     if lacking:
