@@ -58,6 +58,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "plugins.quantize.dtype": "bf16",
         "plugins.quantize.double": False,
     },
+    "peft_use_rslora: true\nlora_modules_to_save: [lm_head]\nsequence_len: 64": {
+        "plugins.adapter.use_rslora": True,
+        "plugins.adapter.modules_to_save": ["lm_head"],
+        "data.max_length": 64,
+    },
     "use_peft: true\nlora_target_modules: q_proj, v_proj": {
         "plugins.adapter.enabled": True,
         "plugins.adapter.always": True,
