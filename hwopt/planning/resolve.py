@@ -15,7 +15,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable
+from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable, without_yielding
 from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
 from hwopt.planning.parts import Part, split_replaced, without, write_recipe
 from hwopt.planning.plan import Plan
@@ -61,13 +61,17 @@ def resolve(
     if lacking:
         entries = tuple(without(lacking, entry, recipe) for entry in entries)
         recipe = write_recipe(entries, context)
-    entries, parts = split_replaced(entries, recipe)
+    marked, parts = split_replaced(entries, recipe)
+    if (fewer := without_yielding(entries, parts, profile.chosen)) != entries:
+        recipe = write_recipe(fewer, context)
+        marked, parts = split_replaced(fewer, recipe)
+    entries = marked
     refuse_conflicts(entries, parts, recipe.collisions)
     training = with_recipe(job.training, recipe)
     batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
     notes = card_notes(profile, hardware)
     if strict:
-        enforce_strict(entries, notes)
+        enforce_strict(entries, notes, profile.chosen)
     plan = Plan(
         profile=profile,
         hardware=hardware,
