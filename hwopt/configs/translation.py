@@ -47,7 +47,7 @@ class Translation:
 NOTES = {
     ("fp16_opt_level", "O2"): "transformers ignored it with native AMP and trained as O1. In hwopt O2 means half-precision "
     "weights with fp32 masters; O1 is what the file did",
-    ("packing", True): "hwopt counts samples instead of packed rows: plugins.batch.effective_tokens keeps the tokens of a step",
+    ("packing", True): "hwopt counts samples instead of packed rows: effective_tokens keeps the tokens of a step",
     ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
 }
 """(word, value) -> what changes although the value is taken over."""
@@ -94,7 +94,7 @@ def count_in_tokens(view: View) -> list[ConfigSetting]:
     rows = view.effective_rows or default_rows * int(view.number("gradient_accumulation_steps") or 1) * view.ranks
     tokens = rows * int(view.number("max_length") or default_length)
     view.imply("effective_tokens", tokens, view.settings["packing"])
-    reason = f"counts packed rows: plugins.batch.effective_tokens = {tokens} has the tokens of a step"
+    reason = f"counts packed rows: effective_tokens = {tokens} has the tokens of a step"
     words = ("gradient_accumulation_steps", "effective_batch_size")
     return [view.settings.pop(word).left(reason, "other") for word in words if word in view]
 

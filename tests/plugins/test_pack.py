@@ -103,7 +103,6 @@ def test_leak_between_documents_is_refused(precision: dict[str, str], tmp_path: 
     [
         ("llama", TINY_LLAMA, "text-classification", "classifies the last token of a row"),
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "does not accept position ids"),
-        ("mpnet", ENCODER, "text-classification", "mixes packed documents"),
         ("lfm2", LFM2, "causal-lm", "mixes packed documents"),
     ],
 )
