@@ -1,7 +1,7 @@
 """LoRA and DoRA: train low-rank additions to frozen weights. DoRA also trains the magnitude of each weight row.
 
-PEFT creates the adapter. The classification head is trained in full. After training, the adapter is saved in PEFT's format, and
-`final/` holds the model with the adapter merged into its weights.
+PEFT creates the adapter; options have its names. The classification head is trained in full. After training, the adapter is
+saved in PEFT's format, and `final/` holds the model with the adapter merged into its weights.
 An installed profile's adapter is skipped for a model with fewer than 500 million parameters, because full fine-tuning fits every
 card there, unless `always` is set. An adapter that the job, `--set` or a profile of the user's own names is used for any size.
 
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 from unittest import mock
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hwopt import plugin as hw
 from hwopt.errors import PluginError
@@ -28,6 +28,8 @@ from hwopt.errors import PluginError
 MIN_PARAMETERS = 500_000_000
 """An installed profile's adapter is skipped for smaller models."""
 
+CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
+"""PEFT's task types of classifiers: of texts, words and images."""
 TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 """Parts of the names of the parameters that PEFT trains."""
 
@@ -59,15 +61,20 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
     from peft import LoraConfig, get_peft_model
 
     modules = options.target_modules
+    heads = classification_heads(model) if task in CLASSIFIERS else []
     config = LoraConfig(
         r=options.r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         use_dora=options.kind == "dora",
+        use_rslora=options.use_rslora,
+        init_lora_weights=options.init_lora_weights,
         target_modules=modules if isinstance(modules, str) else list(modules),
+        exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
+        layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
         task_type=task,
         trainable_token_indices=new_token_indices(model),
-        modules_to_save=classification_heads(model) if task == "SEQ_CLS" else None,
+        modules_to_save=[*heads, *options.modules_to_save] or None,
     )
     with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
@@ -111,11 +118,15 @@ def save_and_merge(model: Any, run: hw.RunView) -> Any:
     return model.merge_and_unload()
 
 
-def modules_from(value: Any) -> Mapping[str, Any]:
-    """The options for the `lora_target_modules` of another tool: a list, "all-linear", or names with commas."""
-    if isinstance(value, str) and value != "all-linear":
-        value = [name.strip() for name in value.split(",")]
-    return {} if value is None else {"target_modules": value}
+def modules_for(option: str) -> hw.Alias:
+    """The alias of `option` for modules of another tool: a list, "all-linear", or names with commas."""
+
+    def translated(value: Any) -> Mapping[str, Any]:
+        if isinstance(value, str) and value != "all-linear":
+            value = [name.strip() for name in value.split(",")]
+        return {} if value is None else {option: value}
+
+    return hw.Alias(option, translated)
 
 
 class Adapter(hw.Plugin):
@@ -126,7 +137,11 @@ class Adapter(hw.Plugin):
         "lora_r": "r",
         "lora_alpha": "lora_alpha",
         "lora_dropout": "lora_dropout",
-        "lora_target_modules": hw.Alias("target_modules", modules_from),
+        "lora_target_modules": modules_for("target_modules"),
+        "modules_to_save": modules_for("modules_to_save"),
+        "layers_to_transform": "layers_to_transform",
+        "init_lora_weights": "init_lora_weights",
+        "use_rslora": "use_rslora",
         # the file asks for an adapter, whatever the size of the model
         "use_peft": hw.Alias("enabled = true", lambda value: {"enabled": True, "always": True} if value else {}),
         "peft_config": "enabled = true",
@@ -141,9 +156,25 @@ class Adapter(hw.Plugin):
             default="all-linear", description="Names of the modules to adapt."
         )
         lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
+        use_rslora: bool = Field(
+            default=False, description="Scale the adapter by lora_alpha / sqrt(r) instead (rank-stabilized)."
+        )
+        init_lora_weights: Literal[True, "gaussian", "orthogonal", "olora", "pissa"] = Field(
+            default=True, description="PEFT's initialization; true: B = 0."
+        )
+        modules_to_save: tuple[str, ...] = Field(default=(), description="Names of further modules to train in full.")
+        layers_to_transform: Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
+            default=None, description="Indices of the layers to adapt; needs target_modules as a list. Default: all."
+        )
         always: Annotated[bool, hw.MayChangeOnResume()] = Field(
             default=False, description="Use an installed profile's adapter for models under 500 million parameters too."
         )
+
+        @model_validator(mode="after")
+        def require_names_for_layers(self) -> Adapter.Options:
+            if self.layers_to_transform is not None and self.target_modules == "all-linear":
+                raise ValueError('layers_to_transform needs the names of modules: target_modules = ["q_proj", "v_proj"]')
+            return self
 
     options: Options
 

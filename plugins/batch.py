@@ -2,6 +2,7 @@
 
 `train` is limited by memory. An optimizer step has `train` x `gradient_accumulation_steps` rows, or `effective` rows, over all
 ranks together, so more ranks run the same training in less time. hwopt computes how many micro-batches each rank needs.
+`effective_tokens` gives a step in tokens, as tools do that count packed rows: its rows follow from the mean length of the data.
 If a profile or `--set` changes only `train`, the rows per step stay the same.
 
 Source: https://docs.pytorch.org/docs/stable/notes/ddp.html; effects of larger batches, Goyal et al. 2017 (arXiv:1706.02677).
@@ -14,6 +15,7 @@ because the loss is divided once, by the count of the whole step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil, log2
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +26,10 @@ from hwopt.errors import PluginError
 
 MOST_EVAL_RATIO = 4  # a larger evaluation batch may not fit although training does
 MAX_ROWS = 1_000_000  # a larger value is a typing error
+TOTALS = {"effective", "effective_tokens"}
+"""Options that give the size of a step over all ranks."""
+UNREAD_LENGTH = 512
+"""Tokens of a sample, if neither the data nor the job gives a length."""
 Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
 
@@ -94,6 +100,7 @@ class Batch(hw.Plugin):
         "per_device_eval_batch_size": "eval",
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "effective_batch_size": "effective",
+        "effective_tokens": "effective_tokens",
         "auto_find_batch_size": "train = 'auto'",
     }
 
@@ -111,27 +118,30 @@ class Batch(hw.Plugin):
             default=None, description="Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps."
         )
 
+        effective_tokens: int | None = Field(
+            default=None, gt=0, description="Tokens of an optimizer step over all ranks, on average, instead of its rows."
+        )
+
         @model_validator(mode="after")
         def require_step_size(self) -> Batch.Options:
-            if self.train == "auto" and self.effective is None:
+            if self.effective is not None and self.effective_tokens is not None:
+                raise ValueError("effective and effective_tokens both give the size of an optimizer step; remove one")
+            if self.train == "auto" and self.effective is None and self.effective_tokens is None:
                 raise ValueError('train = "auto" needs effective = N, the rows per optimizer step: they change the training')
             return self
 
         @classmethod
         def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-            """`above` over `below`. If `above` changes only `train`, the rows per step stay the same.
+            """`above` over `below`. If `above` changes only `train`, the step stays the same.
 
-            `gradient_accumulation_steps` in `above` overrides `effective` in `below`.
+            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`.
             """
             merged = {**below, **above}
-            if "effective" in above or above.get("enabled") is False:
-                return merged
-            if "gradient_accumulation_steps" in above:
-                merged.pop("effective", None)
-                return merged
+            if above.keys() & {*TOTALS, "gradient_accumulation_steps"}:
+                return {key: value for key, value in merged.items() if key in above or key not in TOTALS}
             train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
             whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
-            if "effective" not in below and whole and above.get("train", train) != train:
+            if whole and not below.keys() & TOTALS and above.get("train", train) != train:
                 merged.pop("gradient_accumulation_steps", None)
                 merged["effective"] = train * steps
             return merged
@@ -139,6 +149,21 @@ class Batch(hw.Plugin):
     options: Options
 
     def probe(self, context: hw.Context) -> hw.Decision:
+        if (tokens := self.options.effective_tokens) is None:
+            return self.probe_rows(context)
+        if context.task.inputs == "images":
+            raise PluginError("effective_tokens counts tokens, and images have none. Set plugins.batch.effective")
+        mean, of = context.tokens_per_sample(), "mean of the training data"
+        if mean is None:
+            mean, of = context.job.data.max_length or UNREAD_LENGTH, "assumed, because the data could not be read"
+        rows = min(MAX_ROWS, max(1, round(tokens / mean)))
+        options = self.options.model_copy(update={"effective": rows, "effective_tokens": None})
+        decision = Batch(options).probe_rows(context)
+        reason = f"{tokens:,} tokens / {mean:,.1f} per sample ({of}): {decision.reason}"
+        return replace(decision, reason=reason, options=decision.options or (options,))
+
+    def probe_rows(self, context: hw.Context) -> hw.Decision:
+        """The decision for a step that is given in rows."""
         world, effective = context.world_size, self.options.effective
         if "auto" in (self.options.train, self.options.eval):
             candidates = self.candidates(world)

@@ -47,9 +47,12 @@ class Translation:
 NOTES = {
     ("fp16_opt_level", "O2"): "transformers ignored it with native AMP and trained as O1. In hwopt O2 means half-precision "
     "weights with fp32 masters; O1 is what the file did",
+    ("packing", True): "hwopt counts samples instead of packed rows: effective_tokens keeps the tokens of a step",
     ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
 }
 """(word, value) -> what changes although the value is taken over."""
+PACKED_ROWS: Mapping[str, tuple[int, int]] = {"transformers": (8, 1024), "axolotl": (1, 512), "llama-factory": (8, 2048)}
+"""Tool -> (rows of a micro-batch, tokens of a packed row), its defaults; for transformers those of TRL's SFTConfig."""
 NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 """Table of a job -> the keys that it needs besides the one to check."""
 
@@ -57,6 +60,7 @@ NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 def translate(view: View, registry: Registry) -> Translation:
     """Return the settings of `view` in hwopt's words."""
     found = Translation(view)
+    found.left += count_in_tokens(view)
     options = Options(registry)
     for setting in view.settings.values():
         if setting.reason:  # a guess, listed with what could not be read
@@ -82,6 +86,19 @@ def translate(view: View, registry: Registry) -> Translation:
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
     found.left += view.unread
     return found
+
+
+def count_in_tokens(view: View) -> list[ConfigSetting]:
+    """Give the step of a `view` with packing in tokens, and return the settings that count its packed rows."""
+    if not view.is_on("packing"):
+        return []
+    default_rows, default_length = PACKED_ROWS.get(view.tool, PACKED_ROWS["transformers"])
+    rows = view.effective_rows or default_rows * int(view.number("gradient_accumulation_steps") or 1) * view.ranks
+    tokens = rows * int(view.number("max_length") or default_length)
+    view.imply("effective_tokens", tokens, view.settings["packing"])
+    reason = f"counts packed rows: effective_tokens = {tokens} has the tokens of a step"
+    words = ("gradient_accumulation_steps", "effective_batch_size")
+    return [view.settings.pop(word).left(reason, "other") for word in words if word in view]
 
 
 def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache as cache_result
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +13,12 @@ from hwopt.config.job import JobFile
 from hwopt.config.profile import Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.errors import InputError
+from hwopt.errors import HwoptError, InputError
 from hwopt.hardware.detect import detect, detect_software, has_apple_gpu, with_layer_speed
 from hwopt.hardware.device import Hardware, with_memory_limit
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
-from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.lengths import lengths_of, mean_length
 from hwopt.memory.forecast.measured import with_measurement
 from hwopt.model.config import load_config
 from hwopt.model.config_keys import unread_keys
@@ -26,6 +27,7 @@ from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan, Replan
+from hwopt.planning.precedence import under_job
 from hwopt.planning.resolve import hardware_of_card
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
@@ -79,6 +81,15 @@ def resolve(
     def settled(chosen: Profile) -> Plan:
         """The plan of `chosen`, with every choice of a plugin made by the memory planner."""
 
+        @cache_result
+        def tokens_per_sample() -> float | None:
+            try:
+                return mean_length(under_job(chosen, job_file), facts, cache)
+            except HwoptError:
+                if hardware == "profile":  # a plan for another machine, which may have the data
+                    return None
+                raise
+
         def resolved(choices: Mapping[str, int]) -> Plan:
             return resolve_plan(
                 chosen,
@@ -90,6 +101,7 @@ def resolve(
                 world_size=world_size,
                 strict=strict,
                 choices=choices,
+                tokens_per_sample=tokens_per_sample,
             )
 
         plan = resolved({})

@@ -7,6 +7,7 @@ all conflicts, each with both lines of the profile. docs/conflicts.md lists the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hwopt.config.aliases import option_for
@@ -44,6 +45,18 @@ def refuse_conflicts(entries: Sequence[PluginDecision], parts: Sequence[Part], c
             if what not in part.written and what not in collided:
                 problems.add(f"{part.entry.who} replaces recipe.{what}, but its apply() does not set it")
     problems.raise_if_any(PluginError)
+
+
+def without_yielding(
+    entries: tuple[PluginDecision, ...], parts: Sequence[Part], chosen: frozenset[str]
+) -> tuple[PluginDecision, ...]:
+    """`entries`, where plugins that the user did not name are skipped if they yield to another one (`Relations.yields`)."""
+    why = {
+        mine.entry.name: f"cannot be used with {other.entry.author}: {why}"
+        for mine, other, why in declared(parts)
+        if mine.entry.plugin.relations.yields and mine.entry.name not in chosen
+    }
+    return tuple(replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in entries)
 
 
 def missing(entries: Sequence[PluginDecision]) -> Iterator[str]:

@@ -165,11 +165,15 @@ def in_order(entries: Iterable[PluginDecision]) -> tuple[PluginDecision, ...]:
     return tuple(ordered.values())
 
 
-def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...]) -> None:
-    """Raise PluginError for every fallback, skip and note, as `--strict` requires."""
+def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...], chosen: frozenset[str]) -> None:
+    """Raise PluginError for every fallback, skip and note, as `--strict` requires.
+
+    A plugin that yields (`Relations.yields`) may be skipped if the user did not name it.
+    """
     problems = Problems()
     for entry in entries:
-        if entry.decision != "apply" and not entry.replaced:  # a replaced plugin is skipped on request
+        yielded = entry.decision == "skip" and entry.plugin.relations.yields and entry.name not in chosen
+        if entry.decision != "apply" and not entry.replaced and not yielded:  # a replaced plugin is skipped on request
             problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
     for note in notes:
         problems.add(f"--strict: {note}")

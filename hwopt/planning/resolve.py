@@ -6,7 +6,7 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hwopt.config.job import Job, JobFile
@@ -15,7 +15,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable
+from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable, without_yielding
 from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
 from hwopt.planning.parts import Part, split_replaced, without, write_recipe
 from hwopt.planning.plan import Plan
@@ -41,11 +41,13 @@ def resolve(
     strict: bool = False,
     choices: Mapping[str, int] | None = None,
     lacking: Mapping[str, str] | None = None,
+    tokens_per_sample: Callable[[], float | None] = lambda: None,
 ) -> Plan:
     """The plan: every plugin of the profile is probed in order, and those that apply write the recipe.
 
     `choices`: plugin -> index of the option to take if its probe offers several (`Decision.choose`); default: the first.
     `lacking`: field or key of the recipe that the training loop cannot take -> why; plugins that write it are skipped.
+    `tokens_per_sample`: the function of the same name in `Context`.
 
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
@@ -53,19 +55,23 @@ def resolve(
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
     card = profile.card_of(hardware)
-    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
+    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen, tokens_per_sample)
     entries = decide(profile, registry, context, choices or {})
     recipe = write_recipe(entries, context)
     if lacking:
         entries = tuple(without(lacking, entry, recipe) for entry in entries)
         recipe = write_recipe(entries, context)
-    entries, parts = split_replaced(entries, recipe)
+    marked, parts = split_replaced(entries, recipe)
+    if (fewer := without_yielding(entries, parts, profile.chosen)) != entries:
+        recipe = write_recipe(fewer, context)
+        marked, parts = split_replaced(fewer, recipe)
+    entries = marked
     refuse_conflicts(entries, parts, recipe.collisions)
     training = with_recipe(job.training, recipe)
     batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
     notes = card_notes(profile, hardware)
     if strict:
-        enforce_strict(entries, notes)
+        enforce_strict(entries, notes, profile.chosen)
     plan = Plan(
         profile=profile,
         hardware=hardware,

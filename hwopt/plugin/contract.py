@@ -6,7 +6,7 @@ A plugin is one optimization. `probe` decides whether it works on this machine, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, cast
@@ -94,6 +94,8 @@ class Context:
     """Field or key of the recipe that the training loop cannot take -> why. hwopt's own loop takes all."""
     chosen: frozenset[str] = frozenset()
     """The plugins that the user named: in a profile of their own, in the job or with `--set`."""
+    tokens_per_sample: Callable[[], float | None] = field(default=lambda: None, compare=False)
+    """Reads the training data and returns the mean tokens of a sample; None if the data are not here."""
 
     @property
     def task(self) -> TaskFacts:

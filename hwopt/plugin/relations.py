@@ -78,6 +78,8 @@ class Relations:
     """What this plugin cannot be used with. Only one of the two plugins declares the conflict."""
     replaces: tuple[str, ...] = ()
     """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that it takes over from another plugin."""
+    yields: bool = False
+    """Whether the plugin is skipped where one of its conflicts applies and only an installed profile asks for it."""
 
     def __post_init__(self) -> None:
         kinds = {"after": str, "requires": str, "conflicts": Conflict, "replaces": str}

@@ -114,7 +114,7 @@ def refuse_different_plans(plan: Plan, accelerator: Accelerator) -> None:
         entry.name: entry.options.model_dump(mode="json")
         for entry in plan.applied()
         if entry.plugin.effect != "bits" and plan.recipe.fields_of(entry.author) != ("batch",)
-    }
+    } | {"rows a step": plan.batch.step}
     if message := difference(gather_object([(f"{plan.hardware.name} ({plan.hardware.memory_gib:g} GiB)", method)])):
         raise InputError(message)
 

@@ -27,6 +27,8 @@ from hwopt_plugins.fused_loss.cross_entropy import IGNORED, liger_cross_entropy,
 
 MAX_CHUNKS = 16
 """More chunks save little memory and make the matrix products slow."""
+OUTPUT_LAYERS = {"lm_head", "embed_out", "output_projection"}
+"""Names of the output layers of causal language models in transformers."""
 TRITON_NEEDS = (7, 0)
 FUSED_OPERATOR, LIGER_OPERATOR = "FusedLinearCrossEntropy", "LigerFusedLinearCrossEntropyFunction"
 PLAIN_OPERATORS = ("aten::cross_entropy_loss", "aten::nll_loss")
@@ -36,6 +38,22 @@ PLAIN_OPERATORS = ("aten::cross_entropy_loss", "aten::nll_loss")
 def default_chunks(vocabulary: int, hidden_size: int) -> int:
     """The number of chunks at which the logits of one chunk are about as large as the hidden states of all tokens."""
     return max(1, ceil(vocabulary / max(1, hidden_size)))
+
+
+def logits_share(model: hw.ModelFacts) -> float:
+    """The part of the logits in what a token keeps for the backward pass, where all layers keep their activations.
+
+    A layer keeps 34 bytes per hidden value (Korthikanti et al. 2022, arXiv:2205.05198, equation 1, without the attention scores);
+    the loss keeps 10 per logit: the half-precision logits, their copy in fp32, and its gradient.
+    """
+    logits, layers = 10 * model.vocab_size, 34 * model.hidden_size * model.layers
+    return logits / max(1, logits + layers)
+
+
+def trains_output_layer(adapter: Any) -> bool:
+    """Whether an adapter with these options trains the output layer, which "all-linear" leaves out."""
+    adapted = () if adapter.target_modules == "all-linear" else adapter.target_modules
+    return any(name.rpartition(".")[2] in OUTPUT_LAYERS for name in (*adapted, *adapter.modules_to_save))
 
 
 def return_input(hidden: Any) -> Any:
@@ -120,7 +138,13 @@ class FusedLoss(hw.Plugin):
     effect = "rounding"
     relations = hw.Relations(
         after=("adapter",),  # it may wrap the output layer
+        yields=True,
         conflicts=(
+            hw.Conflict(
+                plugin="adapter",
+                why="the fused loss needs a plain output layer, and the adapter trains this one; keep one of the two",
+                when=lambda mine, theirs: trains_output_layer(theirs),
+            ),
             hw.Conflict(
                 lacks="whole_weights",
                 why="the fused loss needs the weight of the output layer after the layer's forward pass; "
@@ -143,6 +167,14 @@ class FusedLoss(hw.Plugin):
             description=f'Chunks of a micro-batch, torch only; "auto": vocabulary / hidden size, at most {MAX_CHUNKS}.',
         )
 
+        least_share: float = Field(
+            default=0.1,
+            ge=0,
+            le=1,
+            description="Estimated part of the logits in a token's activations below which the plugin of an installed profile "
+            "is skipped; your own table is skipped only if it sets this option.",
+        )
+
         @model_validator(mode="after")
         def require_torch_for_chunks(self) -> FusedLoss.Options:
             if self.backend == "liger" and self.chunks != "auto":
@@ -159,6 +191,8 @@ class FusedLoss(hw.Plugin):
             return hw.Decision.skip(f"needs a decoder without an encoder (task.kind = 'causal-lm'), found {context.task.kind}")
         if model.logit_transform:
             return hw.Decision.skip(f"{model.architecture} is not supported: {model.logit_transform}")
+        if reason := self.unneeded(context):
+            return hw.Decision.skip(reason)
         liger = liger_capability(context)
         if liger and options.backend != "torch" and options.chunks == "auto":
             return hw.Decision.apply(liger.reason, options.model_copy(update={"backend": "liger"}))
@@ -170,6 +204,18 @@ class FusedLoss(hw.Plugin):
         if options.backend == "liger":
             return hw.Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")
         return hw.Decision.apply(f"torch, {what}", to)
+
+    def unneeded(self, context: hw.Context) -> str:
+        """Why this plugin is left out although it could run; "" if it is not."""
+        model, task, chosen = context.model, context.job.task, self.name in context.chosen
+        if not chosen and task.loss_changes:
+            return f"task.{next(iter(task.loss_changes))} changes the loss"
+        if not chosen and model.router_loss and not task.ignore_router_loss:
+            return "the load-balancing loss of a mixture of experts needs the loss of the task"
+        share, least = logits_share(model), self.options.least_share
+        if share >= least or (chosen and "least_share" not in self.options.model_fields_set):
+            return ""
+        return f"the logits are about {share:.1%} of a token's activations, less than least_share = {least:g}"
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         chunks = self.options.chunks

@@ -58,30 +58,19 @@ def test_second_key_for_one_word_is_listed() -> None:
 
 
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "axolotl": (
-        "base_model: m\nadapter: lora\nlora_target_linear: true\nflash_attention: true\n"
+    "axolotl": (  # further keys of both tools: tests/golden/import
+        "micro_batch_size: 2\nlora_target_linear: true\nflash_attention: true\n"
         "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n",
         {
-            "model_name_or_path": "m",
-            "use_peft": True,
+            "per_device_train_batch_size": 2,
             "lora_target_modules": "all-linear",
             "attn_implementation": "flash_attention_2",
             "train_file": "d",
-            "task": "causal-lm",
         },
     ),
     "llama-factory": (
-        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\nlora_rank: 8\n"
-        "flash_attn: fa2\ndataset: a,b\n",
-        {
-            "model_name_or_path": "m",
-            "task": "causal-lm",
-            "use_peft": True,
-            "lora_target_modules": "all-linear",
-            "lora_r": 8,
-            "attn_implementation": "flash_attention_2",
-            "train_file": "a",
-        },
+        "lora_target: all\nlora_rank: 8\nflash_attn: fa2\n",
+        {"lora_target_modules": "all-linear", "lora_r": 8, "attn_implementation": "flash_attention_2"},
     ),
     "deepspeed": (
         '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": true},'

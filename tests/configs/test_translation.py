@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from trl.data_utils import pack_dataset
 
 from hwopt.config.aliases import plugin_aliases
-from hwopt.configs.imported_files import Imported, import_file, profile_name
+from hwopt.config.toml_text import inline
+from hwopt.configs.imported_files import Imported, import_file, profile_name, write_imported
 from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_yaml
 from hwopt.configs.translation import Translation, translate
 from hwopt.errors import InputError
+from hwopt.memory.forecast.lengths import prepared_data
+from hwopt.memory.planned import resolve
 from hwopt.planning.inputs import Inputs
 from hwopt.plugin.imports import options_from
+from hwopt.testing import TINY_LLAMA
 
 INPUTS = Inputs()
 
@@ -44,6 +52,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optim: paged_adamw_8bit": {"plugins.optimizer.name": "paged_adamw_8bit"},
     "attn_implementation: eager": {"plugins.sdpa.prefer": ["eager"]},
     "attn_implementation: sdpa": {"plugins.sdpa.enabled": True},
+    "peft_use_rslora: true\nlora_modules_to_save: [lm_head]\nsequence_len: 64": {
+        "plugins.adapter.use_rslora": True,
+        "plugins.adapter.modules_to_save": ["lm_head"],
+        "data.max_length": 64,
+    },
+    "packing: true\nmax_length: 512\ngradient_accumulation_steps: 2": {
+        "plugins.pack.enabled": True,
+        "plugins.batch.effective_tokens": 8 * 2 * 512,
+        "data.max_length": 512,
+    },
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
         "plugins.compile.enabled": True,
@@ -103,6 +121,28 @@ def test_text_where_a_number_belongs_is_not_taken_over() -> None:
     text = "per_device_train_batch_size: 16  ← Actually 16\n"
     assert taken(text) == {}
     assert not left(text)["per_device_train_batch_size"][0]
+
+
+PACKED = {
+    "f.yaml": "sample_packing: true\nsequence_len: 256\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n",
+    "f.py": "SFTConfig(packing=True, max_length=256, per_device_train_batch_size=2, gradient_accumulation_steps=4)\n",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_are_trained_in_as_many_steps_as_before(name: str, tmp_path: Path) -> None:
+    random = Random(0)
+    texts = [" ".join(random.choices(["row", "step", "token"], k=random.randint(2, 120))) for _ in range(2000)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / name).write_text(PACKED[name])
+    model = f"model.config={inline(TINY_LLAMA | {'max_position_embeddings': 256}).as_string()}"
+    assignments = [model, f"data.train={json.dumps(str(tmp_path / 't.jsonl'))}", 'task.kind="causal-lm"']
+    write_imported(import_file(tmp_path / name, INPUTS, assignments=assignments), tmp_path / "new")
+    plan = resolve(str(tmp_path / "new/profile.toml"), tmp_path / "new/job.toml", cache=tmp_path)
+    lengths = prepared_data(plan.job, 0, plan.model, tmp_path).train.lengths
+    packed = pack_dataset(Dataset.from_dict({"input_ids": [[0] * length for length in lengths]}), 256)
+    assert len(lengths) / plan.batch.step == pytest.approx(len(packed) / (2 * 4), rel=0.03)
+    assert plan.batch.train == 2
 
 
 @pytest.mark.parametrize("word", plugin_aliases())

@@ -1,5 +1,6 @@
 """Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -7,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from integration.forks import in_fork
+from peft import PeftModel
 from plugin_cases import Cases, Mutation
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -39,6 +42,11 @@ def bert():
     return BertForSequenceClassification(BertConfig(**SIZES))
 
 
+def tagger():
+    torch.manual_seed(0)
+    return BertForTokenClassification(BertConfig(**SIZES))
+
+
 def llama():
     torch.manual_seed(0)
     return LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
@@ -46,7 +54,7 @@ def llama():
 
 def classifier(build, kind):
     plugin, recipe = Adapter(Adapter.Options(kind=kind, r=4, lora_alpha=8)), Recipe()
-    plugin.apply(recipe, context())
+    plugin.apply(recipe, context("token-classification" if build is tagger else "text-classification"))
     return plugin, recipe, recipe.model_steps[0](build(), None)
 
 
@@ -65,7 +73,7 @@ def run_of(model, optimizer):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize(("build", "heads"), [(bert, ["classifier"]), (llama, ["score"])])
+@pytest.mark.parametrize(("build", "heads"), [(bert, ["classifier"]), (llama, ["score"]), (tagger, ["classifier"])])
 def test_only_adapter_and_head_train(build, heads, kind):
     assert classification_heads(build()) == heads
     plugin, _, model = classifier(build, kind)
@@ -108,6 +116,38 @@ def test_language_models_keep_their_head_frozen():
     model = recipe.model_steps[0](LlamaForCausalLM(LlamaConfig(**SIZES)), None)
     assert not any("lm_head" in name for name, p in model.named_parameters() if p.requires_grad)
     assert verify(plugin, trained(model)).status == "active"
+
+
+GIVEN = {
+    "use_rslora": True,
+    "init_lora_weights": "pissa",
+    "modules_to_save": ("embed_tokens",),
+    "target_modules": ("q_proj",),
+    "layers_to_transform": (1,),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT's from_pretrained
+def test_options_reach_peft_and_its_saved_adapter_gives_the_trained_model(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    original = deepcopy(model)
+    recipe = Recipe()
+    Adapter(Adapter.Options(r=4, **GIVEN)).apply(recipe, context("causal-lm"))
+    model = recipe.model_steps[0](model, None)
+    config = model.peft_config["default"]
+    assert (config.use_rslora, config.init_lora_weights) == (True, "pissa")
+    adapted = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.partition("model.model.")[2].rpartition(".default")[0] for name in adapted} == {
+        "model.embed_tokens.modules_to_save",
+        "model.layers.1.self_attn.q_proj.lora_A",
+        "model.layers.1.self_attn.q_proj.lora_B",
+    }
+    run = trained(model)
+    run.extras = tmp_path
+    wanted = model.eval()(input_ids=IDS).logits
+    torch.testing.assert_close(recipe.final_steps[0](model, run).eval()(input_ids=IDS).logits, wanted)
+    again = PeftModel.from_pretrained(original, tmp_path / "adapter").eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, wanted)
 
 
 def test_unknown_target_module_is_refused():
@@ -180,7 +220,7 @@ def adapters_without_effect(patch):
 
 ALWAYS = {"always": True, "r": 4}
 CASES = Cases(
-    invalid=(({"target_modules": []}, "at least 1 item"),),
+    invalid=(({"target_modules": []}, "at least 1 item"), ({"layers_to_transform": [1]}, "needs the names")),
     options=ALWAYS,
     mutations=(Mutation("the adapter adds nothing", adapters_without_effect, "tensors in the optimizer received", ALWAYS),),
 )

@@ -1,5 +1,6 @@
 """The batch sizes that each combination of options writes, and the evidence from a step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe, verify
+from hwopt.testing import tiny_job
 from hwopt_plugins.batch import Batch
 
 
@@ -49,6 +51,19 @@ def test_reasons_hold_the_numbers(ranks, options, reason):
     assert reason in Batch(Batch.Options(**options)).probe(context(ranks)).reason
 
 
+def test_step_in_tokens_becomes_rows_and_gives_way_to_another_step(tmp_path):
+    job = tiny_job(tmp_path).job
+    given = Batch.Options(train=4, effective_tokens=1000)
+    for mean, rows in ((61.4, 16), (None, 31), (3000.0, 1)):  # at most 32 tokens in a tiny job
+        decision = Batch(given).probe(replace(context(), job=job, tokens_per_sample=lambda mean=mean: mean))
+        assert decision.options[0] == Batch.Options(train=4, effective=rows)
+        assert f"{rows} rows per step" in decision.reason
+    below = {"train": 4, "effective_tokens": 1000}
+    assert Batch.Options.merged(below, {"train": 2}) == {"train": 2, "effective_tokens": 1000}
+    assert Batch.Options.merged(below, {"effective": 8}) == {"train": 4, "effective": 8}
+    assert Batch.Options.merged({"effective": 8}, {"effective_tokens": 9}) == {"effective_tokens": 9}
+
+
 def test_fewer_samples_than_ranks_are_refused():
     with pytest.raises(PluginError, match=r"effective = 3 .* 4 ranks .* at least 4"):
         Batch(Batch.Options(effective=3)).probe(context(4))
@@ -82,7 +97,7 @@ def half_of_each_step(patch):
 
 
 CASES = Cases(
-    invalid=(({"train": "auto"}, "needs effective = N"),),
+    invalid=(({"train": "auto"}, "needs effective = N"), ({"effective": 8, "effective_tokens": 900}, "remove one")),
     options={"train": 4, "gradient_accumulation_steps": 2},
     mutations=(
         Mutation("steps have half of their rows", half_of_each_step, "expected rows_per_step 8", {"train": 4, "effective": 8}),

@@ -1,5 +1,7 @@
 """The fused loss equals the loss with logits in value, gradients and whole runs, and logits are never materialized."""
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM
 
+from hwopt.config.job import TaskOptions, make_job
 from hwopt.config.task_kinds import task_facts
+from hwopt.config.toml import Document
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.measured import measure_peak
@@ -19,6 +23,7 @@ from hwopt.memory.trace.dry_run import Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
+from hwopt.planning.inputs import Inputs
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, logged, plan_for, relative_error, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.fused_loss import FusedLoss
@@ -215,12 +220,6 @@ def test_evidence_counts_fused_and_whole_losses(ran, status):
     assert status != "active" or "128 tokens in 10 chunks, so logits of 13 tokens at once" in evidence.seen
 
 
-def test_adapter_on_the_output_layer_is_refused(tmp_path):
-    tables = {"adapter": {"always": True, "r": 4, "target_modules": ["lm_head"]}, "fused_loss": {}}
-    with pytest.raises(PluginError, match=r"PeftModelForCausalLM is a Linear of peft.*plugins\.adapter\.target_modules"):
-        train_tiny(plan_for(tiny_profile(**tables), tiny_job(tmp_path / "data", "causal-lm")), tmp_path)
-
-
 def test_model_that_bypasses_its_output_layer_is_refused():
     _, run = attached(tiny(TINY_LLAMA), chunks=2)
     with pytest.raises(PluginError, match="returns 300 values per token, but its output layer expects 32"):
@@ -229,7 +228,7 @@ def test_model_that_bypasses_its_output_layer_is_refused():
 
 def context(hardware=CPU, software=(), kind="causal-lm", **facts):
     known = ModelFacts("tiny", "llama", "LlamaForCausalLM", 10_000, 2, 32, 300, 64, True, True, True, True, 0.0)
-    job = SimpleNamespace(task=SimpleNamespace(kind=kind))
+    job = SimpleNamespace(task=TaskOptions(kind=kind))
     return Context(hardware, dict.fromkeys(software, "0.8.5"), ModelFacts(**{**vars(known), **facts}), job)
 
 
@@ -258,6 +257,53 @@ def test_unsupported_task_or_logit_transform_is_skipped(changes):
     decision = decided(**changes)
     assert (decision.kind, next(iter(changes.values())) in decision.reason) == ("skip", True)
     assert FusedLoss.alternatives(None, context(**changes)) == []
+
+
+QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151_936}  # Qwen3-0.6B
+LLAMA2 = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32_000}  # 7B
+LLAMA3 = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128_256}  # 3.2 1B
+NO_CUT = "[plugins.length_batching]\nenabled = false"  # refused for mixtures of experts
+CARD = described("RTX 4090", (8, 9), 24.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "job", "own", "why"),
+    [
+        (QWEN3, "", "", ""),
+        (LLAMA3, "", "", ""),
+        (LLAMA2, "", "", "about 6.7% of a token's activations, less than least_share = 0.1"),
+        (LLAMA2, "", "[plugins.fused_loss]", ""),
+        (LLAMA2, "", "[plugins.fused_loss]\nleast_share = 0.2", "less than least_share = 0.2"),
+        (LLAMA3, "label_smoothing = 0.1", "", "task.label_smoothing changes the loss"),
+        (
+            LLAMA3 | {"model_type": "mixtral", "router_aux_loss_coef": 0.02, "num_local_experts": 2},
+            "",
+            NO_CUT,
+            "load-balancing loss",
+        ),
+        (LLAMA3, "", '[plugins.adapter]\ntarget_modules = ["lm_head"]', "'adapter' (own.toml:4): the fused loss needs"),
+        (LLAMA3, "", '[plugins.adapter]\nmodules_to_save = ["lm_head"]', "the adapter trains this one"),
+        (LLAMA3, "", "[plugins.fsdp]", "needs the weight of the output layer"),
+        (LLAMA3, "", "[plugins.zero]\nstage = 3", "needs the weight of the output layer"),
+    ],
+)
+def test_profile_turns_it_on_for_large_logits_and_gives_way(config, job, own, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text(f'name = "own"\nextends = "rtx4090_24gb"\n\n{own}\n')
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}
+    task = tomllib.loads(f'kind = "causal-lm"\n{job}')
+    data = {"model": {"config": sizes | config}, "task": task, "data": {"train": "t.txt"}}
+    ranks = 2 if "fsdp" in own or "zero" in own else 1
+    plan = plan_for(Inputs().profile("own.toml"), make_job(Document("a job", data)), hardware=CARD, world_size=ranks)
+    entry = next(entry for entry in plan.entries if entry.name == "fused_loss")
+    assert (entry.decision == "skip") == bool(why), entry.reason
+    assert why in entry.reason
+    assert (plan.recipe.loss is None) == bool(why)
+
+
+def test_strict_accepts_what_gives_way():
+    job = make_job(Document("a job", {"model": {"config": {"model_type": "bert"}}, "data": {"train": "t.csv"}}))
+    assert plan_for(Inputs().profile("rtx4090_24gb"), job, hardware=CARD, strict=True).recipe.loss is None
 
 
 @pytest.mark.parametrize(
@@ -317,6 +363,7 @@ CASES = Cases(
     kind="causal-lm",
     writes=frozenset({"model_steps", "loss", "final_steps"}),
     conflicts=(
+        Refused("adapter", '[plugins.fused_loss]\n[plugins.adapter]\ntarget_modules = ["lm_head"]'),
         Refused("zero", '[plugins.fused_loss]\n[plugins.zero]\nstage = 3\noffload = "none"'),
         Refused("fsdp", "[plugins.fused_loss]\n[plugins.fsdp]", on_card=True),
     ),

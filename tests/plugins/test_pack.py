@@ -36,7 +36,6 @@ DECODERS = {
     "mistral": SMALL | {"num_key_value_heads": 1, "sliding_window": 8},
     "gemma3_text": SMALL | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8},
 }
-LFM2 = SMALL | {"num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
 ENCODERS = {
     "bert": TINY_BERT,
     "roberta": ENCODER | {"type_vocab_size": 1},
@@ -104,7 +103,6 @@ def test_leak_between_documents_is_refused(precision: dict[str, str], tmp_path: 
         ("llama", TINY_LLAMA, "text-classification", "classifies the last token of a row"),
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "causal-lm", "does not accept position ids"),
         ("mpnet", ENCODER, "text-classification", "mixes packed documents"),
-        ("lfm2", LFM2, "causal-lm", "mixes packed documents"),
     ],
 )
 def test_unsupported_model_is_skipped_with_a_reason(model_type: str, config: Any, kind: str, why: str, tmp_path: Path) -> None:

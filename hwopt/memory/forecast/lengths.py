@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hwopt.config.job import Job
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import on_disk
 from hwopt.errors import DataError, HwoptError
 from hwopt.model.config import load_config
+from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
+from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 
 DEFAULT_LENGTH = 512
@@ -38,10 +41,9 @@ class Lengths:
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
     """Return the lengths of the job's data, tokenized as in a run or loaded from `cache`. Raises nothing for bad data."""
-    job, model = plan.job, plan.job.model
+    job = plan.job
     try:
-        config = load_config(model.name, model.config, model.revision)
-        prepared = make_task(job).prepare(job, config, cache, plan.training.seed, max_positions=plan.model.max_positions)
+        prepared = prepared_data(job, plan.training.seed, plan.model, cache)
     except HwoptError as error:
         refused = str(error) if isinstance(error, DataError) and on_disk(job.data) else ""
         why = f"the data could not be read: {error}"
@@ -54,6 +56,19 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     cut = sum(store.meta.get("cut", 0) for store in stores)
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or DEFAULT_LABELS, source)
+
+
+def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:
+    """Return the data of `job`, tokenized as in a run or loaded from `cache`."""
+    config = load_config(job.model.name, job.model.config, job.model.revision)
+    return make_task(job).prepare(job, config, cache, seed, max_positions=model.max_positions)
+
+
+def mean_length(job: Job, model: ModelFacts, cache: Path) -> float:
+    """Return the mean tokens of the training samples that the first epoch draws."""
+    store = prepared_data(job, job.training.seed, model, cache).train
+    mixture = store.mixture
+    return float((store.lengths if mixture is None else store.lengths[mixture.drawn(job.training.seed, 0)]).mean())
 
 
 def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
