@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import refuse_other_laws
-from hwopt.hosts.collated import Batch
+from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
 from hwopt.hosts.torch import Session, planned
@@ -27,7 +27,7 @@ ROWS = 8
 class Accelerator(accelerate.Accelerator):
     """Accelerate's Accelerator with a plan of `profile`.
 
-    `additive`: as in `hwopt.session`; needed to split a batch. `plugins`: plugin -> its options, or False to leave it out.
+    `additive`: as in `hwopt.session`; needed for `micro_batches`. `plugins`: plugin -> its options, or False to leave it out.
     `mixed_precision` and engines that the script passes win over the profile. With `strict`, an error for each plugin that is
     not applied. Raises InputError and PluginError in `prepare()`, as `hwopt.resolve` does.
     """
@@ -97,11 +97,18 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_session = Session(found, model, self.hwopt_additive, listener, self.process_index)
         return self.hwopt_session
 
-    def accumulate_batch(self, batch: Batch, loss: Any) -> torch.Tensor:
-        """As `Session.accumulate`, with this object's `backward`. `loss`: inputs -> the loss."""
+    def _prepared(self) -> Session:
         if self.hwopt_session is None:
             raise InputError("accelerator.prepare(model, optimizer, …) comes first")
-        return self.hwopt_session.accumulate(batch, loss, self.backward)
+        return self.hwopt_session
+
+    def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
+        """The parts of `batch` by length: `accelerator.backward(model(**micro.inputs).loss * micro.weight)` for each."""
+        return self._prepared().micro_batches(batch)
+
+    def accumulate_batch(self, batch: Batch, loss: Any) -> torch.Tensor:
+        """As `Session.accumulate`, with this object's `backward`. `loss`: inputs -> the loss."""
+        return self._prepared().accumulate(batch, loss, self.backward)
 
     def end_training(self) -> None:
         """Accelerate's, and the process is as it was before the plan."""

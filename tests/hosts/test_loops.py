@@ -72,10 +72,11 @@ def accelerated(cls: type, split: bool = False, limit: int | None = None, **sett
     schedule: Any = LinearLR(optimizer)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for batch in loader:
-        if split:
+        if limit:
             loss = accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss)
         else:
-            loss = model(**batch).loss
+            parts = [(micro.inputs, micro.weight) for micro in accelerator.micro_batches(batch)] if split else [(batch, 1.0)]
+            loss = torch.stack([model(**inputs).loss * weight for inputs, weight in parts]).sum()
             accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
