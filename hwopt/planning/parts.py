@@ -22,7 +22,7 @@ def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recip
 
 
 class HostSets(str):
-    """Why a plugin is skipped of which everything is an argument of the loop itself: also under `strict` that is no loss."""
+    """Why a plugin is skipped that only sets arguments of the loop itself: nothing is lost, so `strict` accepts it."""
 
 
 def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -> PluginDecision:

@@ -66,7 +66,7 @@ def test_router_loss_is_added_as_transformers_adds_it(tmp_path: Path) -> None:
 )
 def test_router_loss_of_a_split_step_is_refused(plugins: dict[str, Any], world_size: int, why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"mixture of experts.*{why}.*task\.ignore_router_loss = true"):
-        plan_for(tiny_profile(**plugins), job_of(tmp_path), world_size=world_size)
+        plan_for(replace(tiny_profile(**plugins), chosen=frozenset(plugins)), job_of(tmp_path), world_size=world_size)
     plan_for(tiny_profile(**plugins), job_of(tmp_path, ignore=True), world_size=world_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_bad_values_are_refused(kind: str, assignment: str, message: str, tmp_pa
 def test_a_plugin_that_computes_the_loss_is_refused_with_label_smoothing(tmp_path: Path) -> None:
     job = make_job(tiny_job(tmp_path, "causal-lm").document, ["task.label_smoothing=0.1"])
     with pytest.raises(PluginError, match=r"task\.label_smoothing: plugin 'fused_loss' .* computes the loss itself"):
-        plan_for(tiny_profile(fused_loss={}), job)
+        plan_for(replace(tiny_profile(fused_loss={}), chosen=frozenset({"fused_loss"})), job)
 
 
 def test_the_job_of_a_run_folder_repeats_the_weights(tmp_path: Path) -> None:
