@@ -14,7 +14,7 @@ Numerical effect: a different training method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -217,7 +217,7 @@ class Adapter(hw.Plugin):
         magnitudes = sum("lora_magnitude_vector" in name for name, _ in trained)
         adapters = sum("lora_B" in name for name, _ in trained)
         # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero
-        updated = sum(map(has_moment, run.optimizer.state.values()))
+        updated = tensors_with_moment(run.optimizer.state.values())
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
@@ -232,9 +232,17 @@ class Adapter(hw.Plugin):
         return {"kind": self.options.kind}
 
 
-def has_moment(state: Mapping[str, Any]) -> bool:
-    """Whether a moment in an optimizer's state of a tensor has a nonzero element."""
-    # not the map of 8-bit values
-    moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
-    nonzero = (moment.any() for moment in moments)
-    return any(bool(each.full_tensor() if hasattr(each, "full_tensor") else each) for each in nonzero)
+def tensors_with_moment(states: Iterable[Mapping[str, Any]]) -> int:
+    """The number of optimizer states, each of a tensor, with a nonzero element in a moment. Waits once for each device."""
+    import torch
+
+    found = []
+    for state in states:
+        # not the map of 8-bit values
+        moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
+        nonzero = [moment.any() for moment in moments]
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in nonzero]
+        if whole:
+            found.append(torch.stack(whole).any())
+    devices = {each.device for each in found}
+    return sum(int(torch.stack([each for each in found if each.device == device]).sum()) for device in devices)

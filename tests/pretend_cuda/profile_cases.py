@@ -77,8 +77,9 @@ PLAIN = {
     "precision": "plugins.precision.level=O1",
     "length_batching": "plugins.length_batching.enabled=false",
     "zero": "plugins.zero.enabled=false",
+    "fused_loss": "plugins.fused_loss.enabled=false",
 }
-"""Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, one device without DeepSpeed."""
+"""Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, no DeepSpeed, the model's loss."""
 MAY_BE_INACTIVE = {"adapter", "tf32"}
 """Plugins whose evidence may be inactive. That of `adapter` reads gradients, and a pretend card computes none of a large model.
 That of `tf32` needs a product in fp32, and with autocast or half weights there is none."""

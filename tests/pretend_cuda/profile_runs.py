@@ -35,6 +35,9 @@ from pretend_cuda.other_loops import STEPS, PerStep, bare_loop, hugging_face_loo
 from pretend_cuda.profile_cases import CASES, PLAIN, Case
 from pretend_cuda.zero_weights import large_weights_uninitialized
 
+OWN_WORK = ("length_batching", "fused_loss")
+"""Plugins that split the work of a step: more launches and products, of smaller parts, than the bare loop has."""
+
 
 def write_data(path: Path, samples: int, max_length: int) -> None:
     """JSONL with two classes. Every third text has more than `max_length` tokens, the others an eighth of that on average."""
@@ -128,13 +131,13 @@ def memory_forecast(plan: Plan, cache: Path) -> dict[str, Any]:
 
 
 def own_loop(resolved: Callable[..., Plan], folder: Path) -> dict[str, Any]:
-    """The decisions, the forecast, and what `hwopt_run` finds; "uncut" has the counts without length-aware micro-batches."""
+    """The decisions, the forecast, and what `hwopt_run` finds; "uncut" has the counts without OWN_WORK."""
     plan = resolved()
     found: dict[str, Any] = {"decisions": {entry.name: (entry.decision, entry.reason) for entry in plan.entries}}
     found["forecast"] = memory_forecast(plan, folder / "cache")  # before the run: it forks
     found |= hwopt_run(plan, folder / "own")
-    if "length_batching" in found["decisions"]:
-        found["uncut"] = hwopt_run(resolved(PLAIN["length_batching"]), folder / "uncut")["own"]
+    if work := [PLAIN[name] for name in OWN_WORK if found["decisions"].get(name, ("skip",))[0] != "skip"]:
+        found["uncut"] = hwopt_run(resolved(*work), folder / "uncut")["own"]
     return found
 
 

@@ -41,7 +41,7 @@ def accepted(name: str) -> frozenset[str] | None:
     try:
         # without what wrappers hide: they take former names
         taken = inspect.signature(getattr(import_module(module), cls).__init__, follow_wrapped=False).parameters
-    except Exception:  # the library is not installed, or its import fails
+    except (ImportError, AttributeError, RuntimeError, OSError):  # not installed, no such class, or its import fails
         return None
     return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
