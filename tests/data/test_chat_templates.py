@@ -8,21 +8,17 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
 
 from hwopt.data.chat_template import GENERATION, ChatTemplate
 from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
 from hwopt.errors import DataError
 
-FOLDER = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"
-TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja")) if "_training" not in path.stem}
 KINDS = ("plain", "tools", "thinking", "several calls", "empty answer")
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "-", "parameters": {"type": "object", "properties": {}}}}
@@ -30,26 +26,12 @@ TOOLS = [
 ]
 PAGE = ROOT / "docs" / "chat.md"
 BEGIN, END = "<!-- differences -->\n", "<!-- /differences -->"
-MARKS = re.compile(r"<[|｜][^\s'\"<>{}]+?[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|\[/?[A-Z_]+\]")
-
-
-def byte_tokenizer(special: Iterable[str]) -> Any:
-    """A tokenizer of bytes with the tokens `special`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=sorted(special), initial_alphabet=letters, show_progress=False)
-    made.train_from_iterator(["\n\n"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
 
 
 @cache
 def tokenizer() -> Any:
     """A byte-level tokenizer with the special tokens of all templates."""
-    return byte_tokenizer({mark for path in FOLDER.glob("*.jinja") for mark in MARKS.findall(path.read_text("utf-8"))})
+    return byte_tokenizer(*ALL_TEMPLATES)
 
 
 def turn(kind: str, number: int, at: int) -> list[dict[str, Any]]:

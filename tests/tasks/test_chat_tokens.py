@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hwopt import api
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.tokenizer_training import train_bpe
@@ -112,29 +111,3 @@ def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
     with pytest.raises(InputError, match=r"data\.eos_token: '<end>' is not a token"):
         trained(tmp_path, base, data | {"eos_token": "<end>"})
-
-
-def test_the_end_of_an_answer_stops_generation(tmp_path: Path) -> None:
-    """The weights are set by hand, so that the model writes "x", the end of a turn, "x", the end of a turn, ..."""
-    from transformers import pipeline
-
-    run, _ = trained_on_chats(tmp_path, tied=False)
-    tokenizer = AutoTokenizer.from_pretrained(run / "final")
-    model = AutoModelForCausalLM.from_pretrained(run / "final")
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    chain = [prompt["input_ids"][0, -1].item(), *tokenizer.convert_tokens_to_ids(["x", "<|im_end|>"])]
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(1.0 if "norm" in name else 0.0)
-        for place, token in enumerate(chain):
-            model.get_input_embeddings().weight[token, place] = 1.0
-        model.get_output_embeddings().weight[chain[1], [0, 2]] = 1.0
-        model.get_output_embeddings().weight[chain[2], 1] = 1.0
-    model.save_pretrained(run / "final")
-    written = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert written.tolist() == chain[1:]
-    pipe = pipeline("text-generation", model=str(run / "final"))
-    assert pipe(QUESTION, max_new_tokens=8, do_sample=False)[0]["generated_text"][-1]["content"] == "x"
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": QUESTION}) + "\n")
-    api.predict(run, str(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", generation={"max_new_tokens": 8})
-    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == "x"

@@ -1,0 +1,114 @@
+"""A model that has learned an answer by heart stops where the answer ends, with each chat template that TRL ships."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_templates import TEMPLATES, byte_tokenizer
+from documentation import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
+
+from hwopt import api
+from hwopt.config.job import make_job
+from hwopt.config.toml import Document
+from hwopt.data.chat_template import ChatTemplate
+from hwopt.data.sources.chat import conversation_of
+from hwopt.testing import plan_for, tiny_profile, train_tiny
+
+QUESTION = [{"role": "user", "content": "what"}]
+CHAT = [*QUESTION, {"role": "assistant", "content": "it is"}]
+MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]
+{%- else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+WITHOUT_TEXT = ("idefics3", "llava_next", "smolvlm")
+"""Templates of vision models: they expect lists of parts, and hwopt refuses texts with them."""
+ALL = {name: text for name, text in TEMPLATES.items() if name not in WITHOUT_TEXT} | {"mistral (not in TRL)": MISTRAL}
+PAGE = ROOT / "docs" / "chat.md"
+BEGIN, END = "<!-- ends -->\n", "<!-- /ends -->"
+MORE = 8
+"""Tokens that may be written after the end. A model that runs on writes them all."""
+
+
+def encoded(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(the question as a prompt, the trained tokens behind it up to the end of the answer)."""
+    asked = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
+    template = ChatTemplate(tokenizer, "all")
+    tokens, mask = template.encode(conversation_of({"messages": CHAT}, ("messages",)))
+    behind = tokens[len(asked) :] if tokens[: len(asked)] == asked else [tokens[i] for i, trained in enumerate(mask) if trained]
+    return asked, behind[: behind.index(template.end_token()) + 1]
+
+
+def base_model(folder: Path, template: str, eos: str | None) -> int:
+    """Write a tokenizer whose texts end with `eos`, by default with the end of an answer, and a model. Returns its positions."""
+    tokenizer = byte_tokenizer(template, eos=eos or "<|im_end|>")
+    tokenizer.chat_template = template
+    if eos is None:
+        tokenizer.eos_token = tokenizer.decode(ChatTemplate(tokenizer, "all").end_token())
+    tokenizer.save_pretrained(folder)
+    positions = sum(map(len, encoded(tokenizer))) + MORE
+    sizes = {"n_embd": positions, "n_positions": positions, "n_layer": 1, "n_head": 1, "n_inner": 8}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    GPT2LMHeadModel(GPT2Config(**sizes, **ends, vocab_size=len(tokenizer), tie_word_embeddings=False)).save_pretrained(folder)
+    return positions
+
+
+def learn_by_heart(model: Any, tokens: list[int], other: int) -> None:
+    """Set the weights so that the model writes `tokens` from each of their positions on, and `other` behind them."""
+    positions = model.config.n_positions
+    following = [*tokens[1:], *[other] * (positions - len(tokens) + 1)]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(float(name.endswith("ln_f.weight")))
+        model.transformer.wpe.weight.copy_(torch.eye(positions))
+        model.lm_head.weight[following, range(positions)] = 1.0
+
+
+@pytest.mark.parametrize("eos", ["<|endoftext|>", None], ids=["base", "instruct"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("glm4moe", "gptoss", "qwen3") else [pytest.mark.integration, pytest.mark.daily])
+        for name in ALL
+    ],
+)
+def test_answer_stops_at_its_end(name: str, eos: str | None, tmp_path: Path) -> None:
+    base, source, question = (tmp_path / part for part in ("base", "chat.jsonl", "in.jsonl"))
+    positions = base_model(base, ALL[name], eos)
+    source.write_text((json.dumps({"messages": CHAT}) + "\n") * 8)
+    question.write_text(json.dumps({"messages": QUESTION}) + "\n")
+    data = {"train": str(source), "max_length": positions}
+    tables = {"model": {"name": str(base)}, "data": data, "task": {"kind": "causal-lm"}, "training": {"max_steps": 1}}
+    train_tiny(plan_for(tiny_profile(), make_job(Document("a job", tables))), tmp_path)
+    final = tmp_path / "run" / "final"
+    tokenizer, model = AutoTokenizer.from_pretrained(final), AutoModelForCausalLM.from_pretrained(final)
+    asked, answer = encoded(tokenizer)
+    learn_by_heart(model, asked + answer, tokenizer("x")["input_ids"][0])
+    model.save_pretrained(final)
+    options: dict[str, Any] = {"max_new_tokens": len(answer) + MORE, "do_sample": False}
+    written = model.generate(torch.tensor([asked]), attention_mask=torch.ones(1, len(asked)), **options)[0, len(asked) :]
+    assert written.tolist() == answer
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert pipeline("text-generation", model=str(final))(QUESTION, **options)[0]["generated_text"][-1]["content"] == text
+    api.predict(tmp_path / "run", str(question), tmp_path / "out.jsonl", generation={"max_new_tokens": len(answer) + MORE})
+    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == text
+
+
+def test_documented_ends_are_these() -> None:
+    """`HWOPT_UPDATE_GOLDEN=1` rewrites them."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, template in ALL.items():
+        tokenizer = byte_tokenizer(template)
+        tokenizer.chat_template = template
+        end = tokenizer.decode(ChatTemplate(tokenizer, "all").end_token()).replace("|", "\\|")
+        names["the end of a text" if name.startswith("mistral") else f"`{end}`"].append(name)
+    rows = [f"| {end} | {', '.join(found)} |" for end, found in names.items()]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    made = before + BEGIN + "\n".join(["| end | templates |", "|---|---|", *rows, ""]) + END + rest.partition(END)[2]
+    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
+        PAGE.write_text(made, encoding="utf-8")
+    assert made == PAGE.read_text(encoding="utf-8")
