@@ -33,6 +33,8 @@ SET = {
     "TERM": "xterm",
     "TZ": "UTC",
 }
+ONEDNN = {"default": "SSE41", "avx2": "AVX2"}
+"""ATEN_CPU_CAPABILITY -> ONEDNN_MAX_CPU_ISA. Attention in bf16 fails where a CPU with AMX hides AVX-512 from torch alone."""
 DESCRIBED_MACHINE = Path(__file__).parent / "described_machine"
 """The folder of sitecustomize.py, which describes the machine in processes that the tests start."""
 
@@ -44,9 +46,10 @@ def environment(before: dict[str, str], home: str, on_card: bool = False) -> dic
     path = os.pathsep.join(folder for folder in before.get("PATH", os.defpath).split(os.pathsep) if os.access(folder, os.X_OK))
     python_path = os.pathsep.join([str(DESCRIBED_MACHINE), *filter(None, [before.get("PYTHONPATH")])])
     machine = {} if on_card else {"PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {"ONEDNN_MAX_CPU_ISA": ONEDNN[isa]} if (isa := before.get("ATEN_CPU_CAPABILITY", "")) in ONEDNN else {}
     # torch.compile reuses code of other runs, which may be for other vector instructions (ATEN_CPU_CAPABILITY)
     own = {"HOME": home, "PATH": path, "TORCHINDUCTOR_CACHE_DIR": os.path.join(home, "inductor")}
-    return {name: value for name, value in before.items() if name not in removed} | SET | own | machine
+    return {name: value for name, value in before.items() if name not in removed} | hidden | SET | own | machine
 
 
 def open_standard_input() -> None:
