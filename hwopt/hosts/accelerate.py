@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import accelerate
@@ -27,9 +28,9 @@ ROWS = 8
 class Accelerator(accelerate.Accelerator):
     """Accelerate's Accelerator with a plan of `profile`.
 
-    `additive`: as in `hwopt.session`; needed for `micro_batches`. `plugins`: plugin -> its options, or False to leave it out.
-    `mixed_precision` and engines that the script passes win over the profile. With `strict`, an error for each plugin that is
-    not applied. Raises InputError and PluginError in `prepare()`, as `hwopt.resolve` does.
+    `additive`: as in `hwopt.session`; needed for `micro_batches`. `named`: arguments of Accelerate's class, and plugin -> its
+    options, or False to leave it out. `mixed_precision` and engines that the script passes win over the profile. With
+    `strict`, an error for each plugin that is not applied. Raises InputError and PluginError, as `hwopt.resolve` does.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class Accelerator(accelerate.Accelerator):
         profile: str = "auto",
         additive: str | None = None,
         strict: bool = False,
-        plugins: Mapping[str, Any] | None = None,
         listener: Listener | None = None,
         **named: Any,
     ) -> None:
         refuse_other_laws(additive)
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
-        self.hwopt_plugins = dict(plugins or {})
+        theirs = signature(accelerate.Accelerator.__init__).parameters
+        self.hwopt_plugins = {name: named.pop(name) for name in named.keys() - theirs.keys()}
         self.hwopt_listener = listener or Listener()
         self.hwopt_session: Session | None = None
         given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")

@@ -124,6 +124,8 @@ def test_mistakes_are_refused_by_name() -> None:
         hwopt.session("cpu", bert(), rows=16, additive="mean")
     with pytest.raises(InputError, match="additive = 'mean': expected one of sum, rows"):
         hwopt.Accelerator(cpu=True, profile="cpu", additive="mean")
+    with pytest.raises(InputError, match="'precison'.*Did you mean 'precision'"):
+        hwopt.Accelerator(cpu=True, profile="cpu", precison=False)
     with pytest.raises(PluginError, match="length_batching"):
         hwopt.session("cpu", bert(), rows=16, strict=True)
     with pytest.raises(InputError, match="comes first"):
@@ -140,7 +142,7 @@ def test_mistakes_are_refused_by_name() -> None:
 @pytest.mark.parametrize(("split", "limit"), [(False, None), (True, None), (True, TOKENS)])
 def test_accelerate_script_trains_the_same(split: bool, limit: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = accelerated(accelerate.Accelerator)
-    settings = {"additive": "rows" if split else None, "plugins": WHOLE if limit else SPLIT}
+    settings = {"additive": "rows" if split else None} | (WHOLE if limit else SPLIT)
     found = accelerated(hwopt.Accelerator, split, limit, profile="cpu", **settings)
     assert farthest(found, wanted) < CLOSE
     output = capsys.readouterr().out
