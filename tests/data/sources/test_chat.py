@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.test_chat_templates import byte_tokenizer
+from chat_templates import byte_tokenizer
 
 from hwopt import api
 from hwopt.config.job import Job, make_job
@@ -39,7 +39,7 @@ REWRITES = """{%- for message in messages %}[{{ message.role }}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return byte_tokenizer(SPECIAL)
+    return byte_tokenizer(*SPECIAL)
 
 
 def without_markers(template: str) -> str:
