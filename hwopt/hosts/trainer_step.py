@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ PROBED_ROWS = 8
 """Rows of the first batch whose losses are compared with the loss of all of them."""
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
+TOTAL = ("_total_train_tokens", "num_tokens")
+"""What TRL counts since the start over all ranks: the attribute, and the name in its log."""
 
 
 class TrainerStep:
@@ -75,7 +77,7 @@ class TrainerStep:
         found = additivity_of(self.trainer, self._counted, self.additive)
         first = self.batches[0]
         rows = rows_of(as_pairs(first) if found.pairs else first) or 0
-        if found.law is not None and rows >= 2 and not self._agrees(model, first, found):
+        if found.law is not None and self._any_rank(rows >= 2 and not self._agrees(model, first, found)):
             found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
         self.law = found
         self.run.observe()
@@ -86,6 +88,31 @@ class TrainerStep:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
+
+    def _any_rank(self, found: bool) -> bool:
+        """Whether one of the ranks has `found`: all split their steps, or none does."""
+        return bool(self._sums([float(found)])[0])
+
+    def _sums(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of `numbers` over the ranks."""
+        if self.run.world_size == 1 or not numbers:
+            return list(numbers)
+        device = self.trainer.args.device
+        on_device = torch.tensor(numbers, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        summed: list[float] = self.trainer.accelerator.reduce(on_device, "sum").tolist()
+        return summed
+
+    @contextmanager
+    def _gathering_nothing(self) -> Iterator[None]:
+        """TRL gathers what it logs in each call. Ranks make other numbers of calls, with other rows: they add up once a step."""
+        accelerator = self.trainer.accelerator
+        if self.run.world_size > 1:
+            accelerator.gather = accelerator.gather_for_metrics = lambda values, *args, **options: values
+        try:
+            yield
+        finally:
+            vars(accelerator).pop("gather", None)
+            vars(accelerator).pop("gather_for_metrics", None)
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
         """Whether the losses of single rows of `batch` add up to the loss of `PROBED_ROWS`, without dropout and gradients.
@@ -102,7 +129,7 @@ class TrainerStep:
 
         training = inner(model).training
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
+        with self._gathering_nothing(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
             whole = loss_of(few)
             losses = [loss_of(part.inputs) for part in rows]
         model.train(training)
@@ -130,7 +157,8 @@ class TrainerStep:
             parts = self._parts(self.batches, self.law, cut, run.batch.train, run.backoff.rung)
             counters = self._counters()
             try:
-                total = self._accumulated(model, compute, parts, count)
+                with self._gathering_nothing():
+                    total = self._accumulated(model, compute, parts, count)
                 break
             except torch.OutOfMemoryError as error:
                 if run.world_size > 1:  # the other ranks wait in the reduction of gradients
@@ -142,7 +170,7 @@ class TrainerStep:
             torch.cuda.set_rng_state_all(random_states[1])
             run.make_smaller(inner(model).parameters(), sum(len(part.lengths) for part in parts), reason)
         run.backoff.step_succeeded()
-        changed = self._merge_metrics(counters.get("_metrics", {}).get("train", {}), parts)
+        changed = self._merge_metrics(counters, parts)
         if changed and not run.steps:
             run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
         self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
@@ -161,22 +189,25 @@ class TrainerStep:
         return total
 
     def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:
-        """Log for each batch of the step what TRL logged for each micro-batch; `before`: its lists before the step.
+        """Log for each batch of the step what TRL logged for each micro-batch; `before`: its counters before the step.
 
         Returns the names whose values differ from the unmodified script's: means over tokens, least and greatest values.
         """
-        law = self.law.law if self.law else None
-        changed = []
-        for name, values in getattr(self.trainer, "_metrics", {}).get("train", {}).items():
-            new = values[len(before.get(name, ())) :]
-            if len(new) != len(parts) or name == "num_tokens":  # a total since the start
-                continue
-            shares = [part.weight if law != "sum" else labels_in(part.inputs, True) for part in parts]
-            mean = sum(value * share for value, share in zip(new, shares, strict=True)) / (sum(shares) or 1)
-            values[len(values) - len(new) :] = [mean] * len(self.batches)
-            if not (law == "rows" and name.startswith(ROW_MEANS)):
-                changed.append(name)
-        return sorted(changed)
+        trainer, law = self.trainer, self.law.law if self.law else None
+        logged: dict[str, list[Any]] = getattr(trainer, "_metrics", {}).get("train", {})
+        old = before.get("_metrics", {}).get("train", {})
+        new = {name: values[len(old.get(name, ())) :] for name, values in logged.items() if name != TOTAL[1]}
+        names = sorted(name for name, values in new.items() if len(values) == len(parts))
+        shares = [part.weight if law != "sum" else float(labels_in(part.inputs, True)) for part in parts]
+        products = [sum(value * share for value, share in zip(new[name], shares, strict=True)) for name in names]
+        tokens = getattr(trainer, TOTAL[0], 0) - before.get(TOTAL[0], 0)
+        *sums, share, tokens = self._sums([*products, sum(shares), tokens])
+        for name, value in zip(names, sums, strict=True):
+            logged[name][len(logged[name]) - len(parts) :] = [value / (share or 1)] * len(self.batches)
+        if TOTAL[1] in logged and TOTAL[0] in before:
+            setattr(trainer, TOTAL[0], before[TOTAL[0]] + int(tokens))
+            logged[TOTAL[1]] = [getattr(trainer, TOTAL[0])]
+        return [name for name in names if not (law == "rows" and name.startswith(ROW_MEANS))]
 
     def _counters(self) -> dict[str, Any]:
         """What a trainer counts and averages while it computes losses, such as TRL's tokens: a failed attempt must not count."""

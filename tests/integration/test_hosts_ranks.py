@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from hosts.scripts import bert, farthest, llama, padded, rows, train
+from hosts.test_trl import QUIET, SPLIT, data, preference_model, sft
+from hosts.test_trl import train as train_trl
 from integration.forks import forked_ranks, wait_for_exit
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 import hwopt
 
@@ -20,11 +23,7 @@ def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) 
     """Of `accumulate_batch`: the rows of rank 0 are longer, and computed in more parts."""
 
     def work(rank: int, ours: bool) -> None:
-        own = (
-            {"profile": "cpu", "additive": "rows", "plugins": {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}}
-            if ours
-            else {}
-        )
+        own = {"profile": "cpu", "additive": "rows", "batch": {"train": 4}, "precision": False} if ours else {}
         accelerator: Any = (hwopt.Accelerator if ours else Accelerator)(cpu=True, **own)
         plain = bert()
         model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -42,6 +41,39 @@ def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) 
         ranks = forked_ranks(lambda rank, ours=ours: work(rank, ours), 2, tmp_path, output)
         assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
     torch.testing.assert_close(torch.load(tmp_path / "True.pt"), torch.load(tmp_path / "False.pt"))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_what_trl_gathers_in_each_micro_batch_is_added_up_once_a_step(kind: str, tmp_path: Path) -> None:
+    """Ranks compute other numbers of micro-batches, with other numbers of rows."""
+    if kind == "dpo":
+        preference_model(tmp_path / "model")
+
+    def work(rank: int, ours: bool) -> None:
+        import trl
+
+        folder, columns = tmp_path / str(ours), ("prompt", "chosen", "rejected") if kind == "dpo" else ("text",)
+        config = partial(trl.DPOConfig, str(folder), save_strategy="no", **QUIET) if kind == "dpo" else partial(sft, folder)
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32) if kind == "dpo" else None
+        cls: Any = trl.DPOTrainer if kind == "dpo" else trl.SFTTrainer
+        options: dict[str, Any] = SPLIT | {"length_batching": {"overhead_tokens": 16}}
+        trainer, _ = train_trl(hwopt.optimized(cls, "cpu", **options) if ours else cls, config, data(*columns), model=model)
+        sizes = [step.sizes for step in trainer._run.steps] if ours else []
+        (tmp_path / f"{ours}-{rank}.json").write_text(json.dumps([trainer.state.log_history[:-1], sizes]))
+
+    found: dict[tuple[bool, int], Any] = {}
+    for ours in (False, True):
+        output = tmp_path / f"{ours}.txt"
+        ranks = forked_ranks(lambda rank, ours=ours: work(rank, ours), 2, tmp_path, output)
+        assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
+        found |= {(ours, rank): json.loads((tmp_path / f"{ours}-{rank}.json").read_text()) for rank in (0, 1)}
+    counts = [[len(sizes) for sizes in found[True, rank][1]] for rank in (0, 1)]
+    assert counts[0] != counts[1]
+    same = ("loss", "grad_norm", "num_tokens", "rewards/", "logps/")
+    for row, wanted in zip(found[True, 0][0], found[False, 0][0], strict=True):
+        names = [name for name in wanted if name.startswith(same)]
+        assert [row[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
