@@ -82,7 +82,11 @@ class Session:
             shifted = shifts_labels(self.run.inner_model)
             parts = micro_batches([batch], law, cut, self.run.batch.train, self.run.backoff.rung, shifted=shifted)
         self.parts += parts
-        yield from parts
+        shared = self.run.accelerator is not None and self.run.world_size > 1
+        for number, part in enumerate(parts, 1):
+            # ranks have other numbers of parts, and gradients meet once
+            with self.run.accelerator.no_sync(self.run.model) if shared and number < len(parts) else nullcontext():
+                yield part
 
     def accumulate(
         self,
@@ -99,16 +103,13 @@ class Session:
             raise InputError("no optimizer yet: call session.optimizer(parameters) first, or pass yours to accelerator.prepare()")
         trained = [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
         repeats = bool(self.additive) and self.run.world_size == 1 and all(parameter.grad is None for parameter in trained)
-        before, shared = len(self.parts), self.run.accelerator is not None and self.run.world_size > 1
+        before = len(self.parts)
         while True:
             total = torch.zeros((), device=self.run.device)
             try:
-                parts = list(self.micro_batches(batch))
-                for number, part in enumerate(parts, 1):
-                    # ranks have other numbers of parts, and gradients meet once
-                    with self.run.accelerator.no_sync(self.run.model) if shared and number < len(parts) else nullcontext():
-                        weighted = loss(part.inputs) * part.weight
-                        backward(weighted)
+                for part in self.micro_batches(batch):
+                    weighted = loss(part.inputs) * part.weight
+                    backward(weighted)
                     total = total + weighted.detach()
                 self.run.backoff.step_succeeded()
                 return total

@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM, Trainer
 import hwopt
 
 
-def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) -> None:
-    """Of `accumulate_batch`: the rows of rank 0 are longer, and computed in more parts."""
+@pytest.mark.parametrize("own_loop", [False, True], ids=["accumulate_batch", "micro_batches"])
+def test_ranks_with_other_numbers_of_parts_share_gradients_once(own_loop: bool, tmp_path: Path) -> None:
+    """The rows of rank 0 are longer, and computed in more parts."""
 
     def work(rank: int, ours: bool) -> None:
         own = {"profile": "cpu", "additive": "rows", "batch": {"train": 4}, "precision": False} if ours else {}
@@ -28,7 +29,10 @@ def test_ranks_with_other_numbers_of_parts_share_gradients_once(tmp_path: Path) 
         plain = bert()
         model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
         batch = padded(rows()[:8] if rank == 0 else [rows()[0]] * 4, classes=True)
-        if ours:
+        if ours and own_loop:
+            for micro in accelerator.micro_batches(batch):
+                accelerator.backward(model(**micro.inputs).loss * micro.weight)
+        elif ours:
             accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss)
         else:
             accelerator.backward(model(**batch).loss)
