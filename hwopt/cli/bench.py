@@ -50,10 +50,10 @@ def bench(
         refuse_unwritable(output)
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
-    from hwopt.report.html import write_page
     from hwopt.report.terminal import Terminal
     from hwopt.runs.processes import command_line
     from hwopt.system import signals
+    from hwopt.system.paths import write_text
     from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort
     from hwopt.trials.trial import Variant
@@ -64,7 +64,7 @@ def bench(
     effort = BenchEffort(rounds, seconds, steps, time_limit)
     found, ended = run_bench(inputs, asked["job"], subject, against, effort, status_line)
     if output is not None:
-        write_page(bench_page(found, command_line(sys.orig_argv)), output)
+        write_text(output, bench_page(found, command_line(sys.orig_argv)))
     if format_ == "json":
         say_json(found.to_dict())
     else:

@@ -35,13 +35,13 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
         if len(runs) > 1 or output is not None:
             raise InputError("--watch follows one run and writes no file: hwopt report --watch RUN")
         return watch(runs[0], interval)
-    from hwopt.report.html import write_page
     from hwopt.report.page import REPORT, page_of
     from hwopt.runs.record import read_records
+    from hwopt.system.paths import write_text
 
     records = read_records(list(dict.fromkeys(runs)))
     path = output or (records[0].folder / REPORT if len(records) == 1 else Path(REPORT))
-    write_page(page_of(records), path)
+    write_text(path, page_of(records))
     say(f"{path}: {path.stat().st_size / 1024:,.0f} KiB, {len(records)} run{'s' if len(records) > 1 else ''}")
     return 0
 

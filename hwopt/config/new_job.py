@@ -10,7 +10,8 @@ from hwopt.config.job import make_job
 from hwopt.config.task_kinds import task_kinds
 from hwopt.config.toml import parse_toml
 from hwopt.config.toml_text import inline
-from hwopt.errors import InputError, StorageError
+from hwopt.errors import InputError
+from hwopt.system.paths import writing
 
 COMMENTS = {
     "model.name": "a hub name, or a folder made with save_pretrained()",
@@ -63,10 +64,9 @@ def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
 
 def write_new(path: Path, text: str) -> None:
     """Write `text` to a new file. Raises InputError if the file exists, StorageError if it cannot be written."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise InputError(f"{path}: exists; hwopt init overwrites no file. Give another name with -o") from error
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+    with writing(path):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise InputError(f"{path}: exists; hwopt init overwrites no file. Give another name with -o") from error

@@ -10,6 +10,7 @@ from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
+from hwopt.config.entry_points import by_name, distribution_of
 from hwopt.errors import InputError, PluginError
 from hwopt.text import listing, nearest, truncate
 
@@ -41,14 +42,7 @@ class TaskFacts:
 @cache
 def installed_tasks() -> Mapping[str, EntryPoint]:
     """Kind -> entry point, sorted by kind. Raises PluginError if two packages register the same kind."""
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda each: each.name):
-        first = found.setdefault(entry.name, entry)
-        if first.value != entry.value:
-            raise PluginError(
-                f"task {truncate(entry.name)} is registered by {owner(first)} ({first.value}) and again by {owner(entry)} "
-                f"({entry.value}); uninstall one of them"
-            )
+    found = by_name(metadata.entry_points(group=GROUP), "task")
     if not found:
         raise PluginError("no task is installed: the metadata of hwopt is older than its code. Install hwopt again")
     return found
@@ -68,7 +62,7 @@ def task_class(kind: str) -> Any:
             f"task.kind: no task {truncate(kind)} is installed.{nearest(kind, entries)} It is one of: {listing(list(entries))}"
         )
     entry = entries[kind]
-    who = f"task {kind!r} of {owner(entry)}"
+    who = f"task {kind!r} of {distribution_of(entry)}"
     try:
         found = entry.load()
     except Exception as error:  # the import of a package can raise anything
@@ -97,8 +91,3 @@ def kinds_that_read(key: str) -> list[str]:
             if key in task_facts(kind).keys:
                 found.append(kind)
     return found
-
-
-def owner(entry: EntryPoint) -> str:
-    """Name and version of the distribution of `entry`."""
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "this process"

@@ -19,9 +19,9 @@ from hwopt.config.toml_text import inline, plain, profile_name, text_of
 from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.translation import Taken, Translation, translate
 from hwopt.configs.view import TOOL_NAMES, ConfigSetting
-from hwopt.errors import InputError, StorageError
+from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
-from hwopt.system.paths import path_kind
+from hwopt.system.paths import path_kind, write_text, writing
 from hwopt.text import cut, truncate
 
 BERT_BASE = {"model_type": "bert"}
@@ -90,12 +90,10 @@ def write_imported(files: Imported, folder: Path) -> None:
         raise InputError(f"-o {folder}: is not a folder; give another name")
     if taken := [str(path) for path in paths if path_kind(path, "-o") != "missing"]:
         raise InputError(f"{' and '.join(taken)}: exists; hwopt import overwrites no file. Give another folder with -o")
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{folder}: the files could not be written: {error.strerror or error}") from error
+            write_text(path, text)
 
 
 def profile_text(translation: Translation, name: str, card: tuple[str, Card] | None) -> str:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from hwopt.errors import InputError, StorageError
+from hwopt.errors import InputError
 from hwopt.export.accelerate import launcher_config, launcher_yaml
 from hwopt.export.arguments import arguments_file
 from hwopt.export.deepspeed import engine_config, no_deepspeed
 from hwopt.export.script import script_file
 from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
-from hwopt.system.paths import path_kind
+from hwopt.system.paths import path_kind, write_text
 
 Format = Literal["accelerate", "deepspeed", "trainer", "trl", "script"]
 
@@ -62,7 +62,4 @@ def refuse_taken(path: Path, force: bool) -> None:
 def write(path: Path, text: str, force: bool) -> None:
     """Write `text`. Raises InputError if `path` exists, StorageError if it cannot be written."""
     refuse_taken(path, force)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+    write_text(path, text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, InputError, StorageError
+from hwopt.system.paths import writing
 from hwopt.text import listing
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
     The rows go into NAME.partial.EXTENSION, which stays if the block fails after the first rows. Raises StorageError.
     """
     staging = path.with_name(f"{path.stem}.partial{path.suffix}")
-    try:
+    with writing(path):
         writer = WRITERS[path.suffix.lower()](staging, new)
         try:
             yield writer
@@ -82,8 +83,6 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
             raise
         writer.close()
         staging.replace(path)
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 class CsvWriter(Writer):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from importlib import metadata
-from importlib.metadata import Distribution, EntryPoint
+from importlib.metadata import EntryPoint
 from types import FunctionType
 from typing import TYPE_CHECKING, get_args
 
+from hwopt.config.entry_points import by_name, distribution_of
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import listing, nearest, truncate
@@ -30,18 +30,12 @@ class Registry:
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         found = metadata.entry_points(group=PLUGIN_GROUP) if entry_points is None else entry_points
-        self._entry_points: dict[str, EntryPoint] = {}
-        for entry_point in found:
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", entry_point.name):
+        self._entry_points = by_name(found, "plugin")
+        for name, entry_point in self._entry_points.items():
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name):
                 raise PluginError(
-                    f"plugin {truncate(entry_point.name)} of {distribution_of(entry_point)}: the name is not a valid table name; "
+                    f"plugin {truncate(name)} of {distribution_of(entry_point)}: the name is not a valid table name; "
                     "use up to 60 letters, digits, '-' and '_'"
-                )
-            first = self._entry_points.setdefault(entry_point.name, entry_point)
-            if first.value != entry_point.value:
-                raise PluginError(
-                    f"plugin {entry_point.name!r} is registered by {distribution_of(first)} ({first.value}) and again by "
-                    f"{distribution_of(entry_point)} ({entry_point.value}); uninstall one of them"
                 )
         self._classes: dict[str, type[Plugin]] = {}
 
@@ -140,14 +134,3 @@ def declared_by(plugin: type[Plugin]) -> Iterator[str]:
             function = isinstance(value, FunctionType | classmethod | staticmethod | type)
             if name.islower() and not name.startswith("_") and not function:
                 yield name
-
-
-def distribution_of(entry_point: EntryPoint) -> str:
-    """Name and version of the distribution of `entry_point`; "this process" for a class added with `Registry.add`."""
-    return label(entry_point.dist) if entry_point.dist else "this process"
-
-
-@cache
-def label(distribution: Distribution) -> str:
-    """Name and version. Reading them takes milliseconds, and the entry points of one distribution share it."""
-    return f"{distribution.name} {distribution.version}"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hwopt.errors import StorageError
 from hwopt.text import cut, printable
 
 MAX_VALUE, MAX_NAME = 160, 60
@@ -28,11 +26,3 @@ def render(template: str, title: str, **values: Any) -> str:
     )
     environment.filters["shortened"] = lambda sheet: sheet.shortened(MAX_NAME, MAX_VALUE)
     return environment.get_template(template).render(title=cut(printable(title), 200), version=version("hwopt"), **values)
-
-
-def write_page(page: str, path: Path) -> None:
-    """Write a page. Raises StorageError if the file cannot be written."""
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error

@@ -7,12 +7,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwopt.errors import StorageError
-from hwopt.report.html import write_page
 from hwopt.report.page import REPORT, page_of
 from hwopt.report.screen import Screen
 from hwopt.report.terminal import Terminal, show_plan
 from hwopt.runs.record import LOG, is_run_folder, read_record
+from hwopt.system.paths import write_text, writing
 from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener, Listeners, Summary
 
@@ -27,7 +26,7 @@ class ReportFile(Listener):
         if not is_run_folder(run.folder):
             return
         try:
-            write_page(page_of([read_record(run.folder)]), run.folder / REPORT)
+            write_text(run.folder / REPORT, page_of([read_record(run.folder)]))
         except Exception as error:  # of a template, a file or a figure
             run.warn(f"{run.folder / REPORT} could not be written: {first_line(error)}")
         else:
@@ -46,10 +45,8 @@ class RunLog(Screen):
         """Nothing: a stage is a line of the terminal."""
 
     def on_start(self, run: Run) -> None:
-        try:
+        with writing(run.folder / LOG):
             self.console.file = open(run.folder / LOG, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            raise StorageError(f"{run.folder / LOG} could not be written: {error.strerror or error}") from error
         self.console.print(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}")
         show_plan(self.console, run.plan)
         self.console.file.write(self.early.getvalue())

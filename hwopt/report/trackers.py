@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from hwopt.config.entry_points import by_name, distribution_of
 from hwopt.errors import InputError
 from hwopt.text import first_line, listing, nearest
 from hwopt.training.listener import Listener, Row, Summary
@@ -24,7 +25,7 @@ def listeners_for(names: Sequence[str]) -> list[Listener]:
     """The listeners called `names`. Raises InputError for an unknown name, or if the tracker's package is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    own = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    own = by_name(metadata.entry_points(group=GROUP), "listener")
     installed = {str(getattr(name, "value", name)) for name in get_available_trackers()}
     found: list[Listener] = []
     for name in dict.fromkeys(names):
@@ -42,7 +43,7 @@ def listeners_for(names: Sequence[str]) -> list[Listener]:
 
 def load_listener(entry: metadata.EntryPoint) -> Listener:
     """The listener of an entry point. Raises InputError, with the distribution, if it cannot be made."""
-    where = f"--report-to {entry.name}: {entry.value} of {entry.dist.name if entry.dist else 'an unknown package'}"
+    where = f"--report-to {entry.name}: {entry.value} of {distribution_of(entry)}"
     try:
         listener = entry.load()()
     except Exception as error:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
-from hwopt.errors import StorageError, exit_code_of
+from hwopt.errors import exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
 from hwopt.runs.processes import METRICS, add_line, add_process, read_json_lines
 from hwopt.runs.status import SUMMARY, write_status
 from hwopt.system.atomic_folder import write_json
+from hwopt.system.paths import writing
 from hwopt.training import evidence as observe
 from hwopt.training.listener import Listener, Row, Summary
 from hwopt.training.oom_report import memory_by_kind
@@ -40,11 +41,8 @@ class JournalFiles(Listener):
         write_json(run.folder / "evidence.json", self.evidence | {"at_end": at_end})
 
     def on_log(self, run: Any, row: Row) -> None:
-        try:
-            with open(run.folder / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(without_nan(row)) + "\n")
-        except OSError as error:
-            raise StorageError(f"{METRICS} could not be written: {error.strerror or error}") from error
+        with writing(run.folder / METRICS), open(run.folder / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(without_nan(row)) + "\n")
 
     def on_finish(self, run: Any, summary: Summary) -> None:
         write_json(run.folder / SUMMARY, without_nan(summary))
@@ -56,13 +54,11 @@ class Journal(JournalFiles):
     def on_start(self, run: Run) -> None:
         folder = run.folder
         evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
-        try:
+        with writing(folder):
             prepare_folder(run, evaluated)
             (folder / "job.toml").write_text(tomlkit.dumps(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
             add_process(run)
-        except OSError as error:
-            raise StorageError(f"{folder} could not be written: {error.strerror or error}") from error
         write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: asdict(settings_of(run))})
         if run.prepared.bad_rows:
             write_json(folder / "left_out.json", run.prepared.bad_rows)

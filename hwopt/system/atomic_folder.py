@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hwopt.errors import StorageError, is_disk_full
+from hwopt.system.paths import writing
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -150,13 +151,14 @@ def write_error_message(path: Path, error: Exception, needed: float, written: in
 def write_json(path: Path, content: Any) -> None:
     """Write `content` to the file `path` atomically. Raises StorageError."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write at the same time
-    try:
-        with open(staging, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, default=str)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            staging.unlink()
-        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+    with writing(path):
+        try:
+            with open(staging, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=2, default=str)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(path)
+        except OSError:
+            with suppress(OSError):
+                staging.unlink()
+            raise

@@ -1,4 +1,4 @@
-"""Check paths that a user gives: a regular file, a folder, a special file, or missing.
+"""Check paths that a user gives: a regular file, a folder, a special file, or missing; and write files.
 
 Only regular files are opened: reading a pipe may block, and reading a device may never end.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from hwopt.errors import HwoptError, InputError
+from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.text import truncate
 
 
@@ -52,3 +54,18 @@ def read_regular_file(path: Path, max_bytes: int, where: str = "", error: type[H
     if len(raw) > max_bytes:
         raise error(f"{path}: {max(len(raw), path.stat().st_size):,} bytes, more than the limit of {max_bytes:,}")
     return raw
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes `path`, a file or a folder. Raises StorageError if the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. Raises StorageError if it cannot be written."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8")

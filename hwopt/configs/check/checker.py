@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+from hwopt.config.entry_points import origin, registered_twice
 from hwopt.configs.check.contract import NEEDS, Facts, Finding, Level, Rule
 from hwopt.configs.check.facts import Given, facts_of
 from hwopt.configs.hwopt_files import profile_view
@@ -20,7 +21,6 @@ from hwopt.errors import InputError, PluginError
 from hwopt.planning.decisions import given_options
 from hwopt.planning.inputs import Inputs
 from hwopt.plugin.guard import plugin_guard
-from hwopt.plugin.registry import distribution_of
 from hwopt.text import truncate
 
 LEVELS: tuple[Level, ...] = ("error", "warning", "information")
@@ -62,7 +62,7 @@ def installed_rules(entry_points: Iterable[EntryPoint] | None = None) -> tuple[R
     """
     found: dict[str, tuple[Rule, str]] = {}
     for entry_point in metadata.entry_points(group=RULE_GROUP) if entry_points is None else entry_points:
-        who = f"rules {entry_point.name!r} of {distribution_of(entry_point)} ({entry_point.value})"
+        who = f"rules {entry_point.name!r} of {origin(entry_point)}"
         with plugin_guard(who, "fix or uninstall the package. Its import"):
             loaded = entry_point.load()
         for each in loaded if isinstance(loaded, list | tuple) else [loaded]:
@@ -70,7 +70,7 @@ def installed_rules(entry_points: Iterable[EntryPoint] | None = None) -> tuple[R
                 raise PluginError(f"{who}: expected a hwopt.configs.check.Rule, or several, got {truncate(each)}")
             first = found.setdefault(each.name, (each, who))
             if first[0] is not each:
-                raise PluginError(f"rule {each.name!r} is registered by {first[1]} and again by {who}; uninstall one of them")
+                raise registered_twice(f"rule {each.name!r}", first[1], who)
     return tuple(found[name][0] for name in sorted(found))
 
 
