@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,4 +100,4 @@ class Questions:
                 names = [value] if isinstance(value, str) else value
                 asked = [self.choice(f"Column for data.{key}", name, found.names) for name in names]
                 keys[key] = asked[0] if isinstance(value, str) else asked
-        return found.with_keys(keys)
+        return replace(found, keys=keys)

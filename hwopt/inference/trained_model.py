@@ -41,7 +41,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class RunModel:
     """Where the model of a run is."""
 
-    run: Path
     folder: Path
     """The folder of the model, usually `final/`."""
     job: Job
@@ -99,7 +98,7 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
         saved = list_checkpoints(run)
         where = f", or give its newest checkpoint: {saved[0]}" if saved else ""
         raise InputError(f"{run}: the run is not finished: it has no final/. Finish it with `hwopt run --resume`{where}")
-    found = RunModel(run, folder, load_job(run / "job.toml", assignments).job, read_settings(run))
+    found = RunModel(folder, load_job(run / "job.toml", assignments).job, read_settings(run))
     if not (folder / "config.json").is_file() and not found.is_adapter:
         raise InputError(
             f"{folder}: has no config.json, so the model cannot be built from it. Its class has no save_pretrained(): "

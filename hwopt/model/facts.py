@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hwopt.errors import InputError
-from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import config_error_text
-from hwopt.model.packing import packing_problem
+from hwopt.model.packing import packing_problem, skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import truncate
 

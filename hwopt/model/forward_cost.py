@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hwopt.model.attention_mask import skip_packed_row_search
+from hwopt.model.packing import skip_packed_row_search
 
 TOKENS = 64
 """Length of the counted input: long enough that what does not depend on the length is a small part."""

@@ -11,6 +11,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -195,3 +196,19 @@ def size_changes(values: Mapping[str, Any], factor: int) -> Iterator[tuple[str, 
             yield key, aligned if inner else max(1, value // factor)
     if isinstance(values.get("eos_token_id"), list):
         yield "eos_token_id", 0
+
+
+@contextmanager
+def skip_packed_row_search() -> Iterator[None]:
+    """Keep transformers' decoders from searching their inputs for packed rows, which waits for the device in every forward pass.
+
+    hwopt passes a mask when rows are packed.
+    """
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search

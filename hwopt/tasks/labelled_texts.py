@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.data.sources.rows import Rows
@@ -12,6 +12,7 @@ from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import encode
 from hwopt.tasks.base import Task
+from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
 from hwopt.tasks.preparation import Encoding, token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.text import truncate
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 class LabelledTexts(Task):
     """A subclass says what the label of a row is, and how labels become an array."""
+
+    predicts: ClassVar[type[TextPredictor]] = ClassPredictor
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
         """The label of each row; rows without a label are marked as bad. Raises DataError for an unsuitable column."""
@@ -37,6 +40,9 @@ class LabelledTexts(Task):
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         return list(zip(*text_columns(rows, job.data.text), strict=True))
+
+    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
+        return self.predicts(trained, model)
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         import numpy as np

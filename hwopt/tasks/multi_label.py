@@ -14,8 +14,8 @@ from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import DELIMITERS, class_names, is_flag, is_list_of_labels, label_order, read_flags, read_sets
-from hwopt.tasks.predictors import Generation, LabelSetPredictor, TextPredictor
-from hwopt.tasks.prepared import Named, Prepared, Samples, Trained
+from hwopt.tasks.predictors import LabelSetPredictor
+from hwopt.tasks.prepared import Named, Prepared, Samples
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing
 
@@ -39,6 +39,7 @@ class MultiLabel(Classes, LabelledTexts):
     )
     problem_type = "multi_label_classification"
     several_labels = True
+    predicts = LabelSetPredictor
     pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_f1_micro"
     metric_directions: ClassVar[dict[str, bool]] = {"f1_micro": True, "f1_macro": True, "exact_match": True, "loss": False}
@@ -98,9 +99,6 @@ class MultiLabel(Classes, LabelledTexts):
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
         names = prepared.label_names or ()
         return ", ".join(name for name, value in zip(names, label.tolist(), strict=True) if value) or "(none)"
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
-        return LabelSetPredictor(trained, model)
 
     def loss(self, outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(binary cross-entropy summed over samples and labels, samples x labels); targets (batch, labels).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
@@ -54,10 +54,6 @@ class DataColumns:
     joined: bool = False
     held_out: Mapping[str, str] = field(default_factory=dict)
     """Keys eval and test -> a file beside the source with that name."""
-
-    def with_keys(self, keys: Mapping[str, Any]) -> DataColumns:
-        """The same data with other columns."""
-        return replace(self, keys=keys)
 
 
 def recognise(source: str, kind: str | None = None) -> DataColumns:

@@ -14,8 +14,8 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.predictors import Generation, NumberPredictor, TextPredictor
-from hwopt.tasks.prepared import Named, Prepared, Samples, Trained
+from hwopt.tasks.predictors import NumberPredictor
+from hwopt.tasks.prepared import Named, Prepared, Samples
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import truncate
 
@@ -37,6 +37,7 @@ class Regression(LabelledTexts):
     facts = TaskFacts("regression", "AutoModelForSequenceClassification")
     problem_type = "regression"
     several_labels = True
+    predicts = NumberPredictor
     pipeline_tag: ClassVar[str] = "text-classification"
     default_metric: ClassVar[str] = "eval_mse"
     metric_directions: ClassVar[dict[str, bool]] = {
@@ -86,9 +87,6 @@ class Regression(LabelledTexts):
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in zip(prepared.label_names or (), label.tolist(), strict=True))
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
-        return NumberPredictor(trained, model)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(squared errors summed over samples and targets, number of targets); targets (batch, targets)."""

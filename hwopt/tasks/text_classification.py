@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import classes, has_many_classes, label_column, text_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import similar_labels
-from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
-from hwopt.tasks.prepared import Trained
 from hwopt.tasks.recognition import Recognised
 
 if TYPE_CHECKING:
@@ -37,6 +35,3 @@ class TextClassification(Classification, LabelledTexts):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
         why = "; ".join([why, *similar_labels(map(str, table[label].unique().drop_null().to_pylist()))])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
-        return ClassPredictor(trained, model)

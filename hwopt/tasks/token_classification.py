@@ -19,7 +19,7 @@ from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import class_names, label_order, one_label_column
 from hwopt.tasks.next_token import token_loss
-from hwopt.tasks.predictors import Generation, TagPredictor, TextPredictor
+from hwopt.tasks.predictors import TagPredictor
 from hwopt.tasks.preparation import token_store
 from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, Span
@@ -47,6 +47,7 @@ class TokenClassification(Classes, LabelledTexts):
     )
     noun: ClassVar[str] = "tag"
     absent: ClassVar[str] = "word with the tag"
+    predicts = TagPredictor
     pipeline_tag: ClassVar[str] = "token-classification"
     default_metric: ClassVar[str] = "eval_f1"
     metric_directions: ClassVar[dict[str, bool]] = dict.fromkeys(("f1", "precision", "recall", "accuracy"), True) | {
@@ -105,9 +106,6 @@ class TokenClassification(Classes, LabelledTexts):
             tag = "" if label == IGNORED or names[label] == "O" else f"/{names[label]}"
             spans += [Span(f"{text}{tag}", label != IGNORED), Span(" ", False)]
         return Shown(tuple(spans), tokens_in_loss=int((row["labels"] != IGNORED).sum()))
-
-    def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
-        return TagPredictor(trained, model)
 
     def loss(
         self, outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0

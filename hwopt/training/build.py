@@ -19,7 +19,7 @@ from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
-from hwopt.model.attention_mask import skip_packed_row_search
+from hwopt.model.packing import skip_packed_row_search
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps

@@ -33,9 +33,6 @@ class ImageStore(ArrayFolder):
         super().__init__(folder)
         self.transform = transform
 
-    def __len__(self) -> int:
-        return len(self.array("offsets")) - 1
-
     @property
     def lengths(self) -> NDArray[np.int32]:
         """1 for each image: all have one size."""

@@ -88,6 +88,9 @@ class ArrayFolder:
         state = {key: value for key, value in vars(self).items() if key != "meta"}
         return {**state, "mixture": None, "_arrays": {}}
 
+    def __len__(self) -> int:
+        return len(self.array("offsets")) - 1
+
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The `meta` given to `cached`, and `bytes`: the size of each file."""

@@ -85,9 +85,6 @@ class TokenStore(ArrayFolder):
     * optionally `documents`: int64 (samples,), for blocks of text: the document in which each sample starts
     """
 
-    def __len__(self) -> int:
-        return len(self.array("offsets")) - 1
-
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each sample, int32 (samples,)."""

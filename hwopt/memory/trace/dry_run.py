@@ -23,8 +23,8 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.memory.trace.tracker import MemoryTracker
-from hwopt.model.attention_mask import skip_packed_row_search
 from hwopt.model.config import load_config
+from hwopt.model.packing import skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
