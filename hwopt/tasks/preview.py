@@ -48,8 +48,8 @@ def spans_of(tokenizer: Any, tokens: Sequence[int], in_loss: Sequence[bool]) -> 
     return tuple(spans)
 
 
-@dataclass(frozen=True)
-class Preview:
+@dataclass(frozen=True, kw_only=True)
+class Preview(Shown):
     """One training sample, and the number of samples beside it."""
 
     sample: int
@@ -59,11 +59,6 @@ class Preview:
     """Samples of the evaluation and of the test data."""
     tokens: int | None
     """Length of the input; None for an image."""
-    tokens_in_loss: int | None
-    """Tokens to predict; None if the sample as a whole has a label."""
-    label: str | None
-    spans: tuple[Span, ...]
-    """Joined, they are the decoded tokens, special tokens included."""
     notes: tuple[str, ...] = ()
     """Truncated texts and skipped rows."""
 
@@ -74,15 +69,12 @@ def preview_sample(show: Callable[[Prepared, Mapping[str, Any]], Shown], prepare
     if not 1 <= sample <= len(store):
         raise InputError(f"--sample {sample}: the training data has {len(store):,} samples; give a number from 1 to {len(store)}")
     row = store.row(sample - 1)
-    shown = show(prepared, row)
     held_out = {which: len(part) for which, part in (("evaluation", prepared.eval), ("test", prepared.test)) if part is not None}
     return Preview(
-        sample,
-        len(store),
-        held_out,
-        int(store.lengths[sample - 1]) if "input_ids" in row else None,
-        shown.tokens_in_loss,
-        shown.label,
-        shown.spans,
-        (*prepared.notes, *prepared.warnings),
+        **vars(show(prepared, row)),
+        sample=sample,
+        samples=len(store),
+        held_out=held_out,
+        tokens=int(store.lengths[sample - 1]) if "input_ids" in row else None,
+        notes=(*prepared.notes, *prepared.warnings),
     )

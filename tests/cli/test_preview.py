@@ -85,7 +85,8 @@ def test_bad_input_of_preview_is_one_message(arguments: list[str], code: int, me
 
 
 def test_preview_on_a_terminal_uses_colour_instead_of_brackets() -> None:
-    found = Preview(1, 2, {}, 3, 1, None, (Span("Hello? ", False), Span("Hi.\x1b[2J", True)))
+    spans = (Span("Hello? ", False), Span("Hi.\x1b[2J", True))
+    found = Preview(spans, None, 1, sample=1, samples=2, held_out={}, tokens=3)
     screen = Terminal(file=io.StringIO(), force_terminal=True, width=80, color_system="standard", no_color=False)
     show_preview(screen, found)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
