@@ -85,7 +85,7 @@ def seconds(lengths: list[int], groups: Groups, price: Price, host: float, devic
     return finished
 
 
-@pytest.mark.parametrize("card", sorted(cards()))
+@pytest.mark.parametrize("card", ["Tesla T4", "GeForce RTX 3060", "GeForce RTX 4090", "NVIDIA H200", "AMD Instinct MI300X"])
 @pytest.mark.parametrize("model", MODELS)
 def test_length_batching_is_never_slower_than_no_split(card: str, model: str) -> None:
     """On slow and fast hosts, and on devices that reach 80 to 20 % of their peak."""

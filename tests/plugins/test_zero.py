@@ -40,12 +40,17 @@ def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> A
     return load_file(folder / name / "run" / "final" / "model.safetensors"), recorder
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tmp_path_factory.mktemp("plain"), "plain", "text-classification", "fp32")
+
+
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
-def test_one_device_trains_the_same_model(stage: int, offload: str, tmp_path: Path) -> None:
+def test_one_device_trains_the_same_model(stage: int, offload: str, plain: Any, tmp_path: Path) -> None:
     ours, recorder = trained(tmp_path, "zero", "text-classification", "fp32", zero={"stage": stage, "offload": offload})
-    theirs, plain = trained(tmp_path, "plain", "text-classification", "fp32")
+    theirs, without = plain
     assert relative_error(ours, theirs) <= 1e-6
-    assert recorder.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert recorder.losses == pytest.approx(without.losses, rel=1e-5)
     assert {entry.name: evidence.status for entry, evidence in recorder.found}["zero"] == "active"
     assert all(evidence.status == "active" for _, evidence in recorder.found), recorder.found
 

@@ -16,6 +16,7 @@ from hwopt.data.batches.step_batch import Step, StepBatch
 from hwopt.training.run import Run
 
 ROWS = 11
+KINDS = ("text-classification", "causal-lm", "image-classification", "seq2seq-lm")
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
 
 
@@ -47,8 +48,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(500, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "image-classification", "seq2seq-lm"])
+@pytest.mark.parametrize(("kind", "dtype"), [("causal-lm", "float32"), *((kind, "float64") for kind in KINDS)])
 def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int, tmp_path: Path) -> None:
     with tiny_run(tmp_path, kind, dtype=dtype) as run:
         whole = gradient(run, split_step(run, [list(range(ROWS))]))
@@ -63,15 +63,14 @@ def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int,
         check()
 
 
-@pytest.mark.parametrize("kind", ["text-classification", "causal-lm", "image-classification", "seq2seq-lm"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, tmp_path: Path) -> None:
     """The gradients over each rank's samples, summed, equal the gradient of a single rank."""
     with tiny_run(tmp_path, kind) as run:
         dataset = run.train_loader.dataset
         for step in range(run.steps_per_epoch):  # the last step is partial
             parts = []
-            for ranks in (1, world):
+            for ranks in (1, 3):
                 run.world_size = 1  # the weights count all ranks; this test sums the ranks itself
                 total = torch.zeros(())
                 for rank in range(ranks):

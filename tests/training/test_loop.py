@@ -190,16 +190,6 @@ def test_two_equal_runs_have_the_same_bits(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.integration
-def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
-    losses = []
-    for number, workers in enumerate((0, 2)):
-        plan = plan_for(tiny_profile(), tiny_job(tmp_path / "data"))
-        plan.recipe.loader.update({"num_workers": workers, "multiprocessing_context": "spawn" if workers else None})
-        losses.append(train_tiny(plan, tmp_path / str(number)).losses)
-    assert losses[0] == losses[1]
-
-
 def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
     """For example, a worker dies between two micro-batches. The resumed run repeats this step."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
