@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -63,3 +64,10 @@ def test_torch_for_cpus_beside_a_card_is_reported_first(arguments: list[str], tm
     problem = f"PROBLEM: torch {torch.__version__} is built for CPUs, but this machine has an NVIDIA driver (550.54.15)"
     assert first.startswith(problem)
     assert first.endswith(f'pip install --force-reinstall "torch=={release}" --index-url https://download.pytorch.org/whl/cu126')
+
+
+@pytest.mark.parametrize(("cards", "problem"), [(1, "is built for CPUs"), (0, "")])
+def test_torch_for_cpus_beside_a_card_is_in_the_json(cards: int, problem: str, tmp_path: Path) -> None:
+    found = json.loads(hwopt(tmp_path, cards, "doctor", "--report", "--format", "json"))["hardware"]["problem"]
+    assert problem in found
+    assert bool(found) == bool(cards), "a driver without a card is not reported"

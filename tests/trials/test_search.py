@@ -131,6 +131,30 @@ def test_crash_of_a_size_rules_out_larger_sizes() -> None:
     assert failed == sorted(failed, reverse=True)
 
 
+def test_jump_changes_two_axes_that_need_each_other() -> None:
+    """Half the micro-batch alone is slower, and no checkpointing alone does not fit."""
+
+    def forecast(setting: Setting) -> Forecast:
+        rows, plain = setting
+        seconds = (1.2 if rows == 0 else 1.0) * (0.6 if plain else 1.0)
+        return Forecast(str(setting), not (plain and rows), None, (seconds, 2 * seconds))
+
+    search = search_of([Axis(2, 1, ordered=True, values=(4, 8)), Axis(2, 0)], lambda s: forecast(s).seconds[0], forecast)  # type: ignore[index]
+    search.run()
+    assert tried(search)[:2] == [(1, 0), (0, 1)]
+    assert search.best == (0, 1)
+
+
+def test_workers_are_first_if_the_loop_waits_and_are_not_raised_if_it_does_not() -> None:
+    axes = [Axis(3, 1, ordered=True), Axis(3, 1, ordered=True, input=True, parallel=True)]
+    waiting = search_of(axes, lambda s: 1.0 - 0.3 * s[1], wait=lambda s: 0.5)
+    waiting.run()
+    assert tried(waiting)[1] == (1, 2)
+    ready = search_of(axes, lambda s: 1.0)
+    ready.run()
+    assert (1, 2) not in tried(ready)
+
+
 def test_gain_within_the_noise_is_not_adopted() -> None:
     def measure(setting: Setting) -> Measurement:
         return Measurement(windows(1.0 if setting == (0,) else 0.96, noise=0.0 if setting == (0,) else 0.2))
