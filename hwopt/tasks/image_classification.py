@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import classes, label_column
+from hwopt.data.sources.columns import classes, holds_text, label_column
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
@@ -143,7 +143,7 @@ def image_column(table: pa.Table) -> str | None:
         kind = table[name].type
         if pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
             return name
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if holds_text(kind):
             values = [value for value in table[name].slice(0, 100).to_pylist() if value]
             if values and all(map(is_image, values)):
                 return name
@@ -164,7 +164,7 @@ def read_images(rows: Rows, name: str) -> list[str | bytes]:
 
     column = find_column(rows.table, name, rows.source, "data.image")
     kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if holds_text(kind):
         found: list[Any] = list(string_values(column, rows, name))
     elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         found = column.to_pylist()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.columns import is_scalar
+from hwopt.data.sources.columns import holds_text, is_scalar
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
@@ -36,7 +36,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     table, source = rows.table, rows.source
     column = find_column(table, name, source, "data.label")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    text = holds_text(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
         lists = "; for lists of labels set task.kind = 'multi-label-classification'" if pa.types.is_list(kind) else ""
@@ -169,11 +169,10 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
 
     Rows without a value, or with items that are not labels, are marked as bad. Raises DataError for a column of another type.
     """
-    import pyarrow as pa
 
     column = find_column(rows.table, name, rows.source, "data.label")
     classes = class_names(rows.table, name)
-    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+    text = holds_text(column.type)
     if not (text or is_list(column.type)):
         raise DataError(
             f"{rows.source}: column {name!r} holds {column.type}; labels must be lists, texts such as 'a{delimiter} b', "
@@ -219,7 +218,7 @@ def is_list_of_labels(table: pa.Table, name: str) -> bool:
     import pyarrow as pa
 
     kind = table[name].type if table.column_names.count(name) == 1 else pa.null()
-    return is_list(kind) and (pa.types.is_string(kind.value_type) or pa.types.is_integer(kind.value_type))
+    return is_list(kind) and (holds_text(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 
 def is_flag(table: pa.Table, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, LABELS, is_fractional, text_of
+from hwopt.data.sources.columns import EXAMINED, LABELS, holds_text, is_fractional, text_of
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
@@ -116,7 +116,7 @@ def read_numbers(rows: Rows, name: str, decimal: Decimal) -> list[float]:
 
     column = find_column(rows.table, name, rows.source, "data.label")
     kind = column.type
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    text = holds_text(kind)
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)
     if not (text or numeric or pa.types.is_null(kind)):
         raise DataError(f"{rows.source}: column {name!r} holds {kind}, not numbers; choose another column with data.label")

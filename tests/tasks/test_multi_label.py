@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from task_rows import job_of, prepare_rows
 
 from hwopt.errors import DataError
@@ -124,3 +126,14 @@ def test_columns_are_recognised(rows: list[dict[str, Any]], keys: dict[str, Any]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = recognise(str(tmp_path / "rows.jsonl"))
     assert (found.kind, found.keys) == ("multi-label-classification", {"text": ["text"], **keys})
+
+
+@pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_every_type_of_text_is_recognised_and_read(text: pa.DataType, tmp_path: Path) -> None:
+    """Polars writes large strings."""
+    columns = {"text": pa.array(["one", "two", "three", "four"], text), "labels": pa.array(SETS, pa.large_list(text))}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    found = recognise(str(tmp_path / "rows.parquet"))
+    assert (found.kind, found.keys) == (KIND, {"text": ["text"], "label": "labels"})
+    prepared = prepare(tmp_path, [], train=str(tmp_path / "rows.parquet"))
+    assert prepared.train.array("labels").tolist() == ARRAY

@@ -6,7 +6,7 @@ Names decide first, as data sets of the hub use them; then the content: a label 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.chat import chat_columns
 from hwopt.data.sources.image_folder import split_folders
@@ -113,13 +113,17 @@ def preferences(table: pa.Table) -> str | None:
     )
 
 
-def is_text(table: pa.Table, name: str) -> bool:
-    """Whether the column holds strings, of which one has a letter."""
+def holds_text(kind: Any) -> bool:
+    """Whether a column of type `kind` holds strings. Polars writes large ones and views."""
     import pyarrow as pa
 
-    kind = type_of(table, name)
-    strings = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return strings and any(any(map(str.isalpha, value or "")) for value in table[name].slice(0, EXAMINED).to_pylist())
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_text(table: pa.Table, name: str) -> bool:
+    """Whether the column holds strings, of which one has a letter."""
+    values = table[name].slice(0, EXAMINED).to_pylist() if holds_text(type_of(table, name)) else []
+    return any(any(map(str.isalpha, value or "")) for value in values)
 
 
 def is_scalar(table: pa.Table, name: str) -> bool:
@@ -129,8 +133,7 @@ def is_scalar(table: pa.Table, name: str) -> bool:
     kind = type_of(table, name)
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return whole or ((text or pa.types.is_floating(kind)) and not is_fractional(table, name))
+    return whole or ((holds_text(kind) or pa.types.is_floating(kind)) and not is_fractional(table, name))
 
 
 def classes(table: pa.Table, name: str) -> int:

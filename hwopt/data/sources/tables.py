@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.columns import holds_text
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.dataset_reader import read_dataset, read_saved
@@ -72,7 +73,7 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
     for name in names:
         column = find_column(rows.table, name, rows.source, key)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        if not holds_text(kind):
             raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with {key}")
         non_strings = rows.non_strings.get(name, {})
         texts = []
