@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import classes, holds_text, label_column
+from hwopt.data.sources.column_types import holds_text
+from hwopt.data.sources.columns import classes, label_column
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.columns import holds_text, is_scalar
+from hwopt.data.sources.column_types import holds_text, is_list
+from hwopt.data.sources.columns import is_scalar
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
@@ -39,7 +40,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     text = holds_text(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
-        lists = "; for lists of labels set task.kind = 'multi-label-classification'" if pa.types.is_list(kind) else ""
+        lists = "; for lists of labels set task.kind = 'multi-label-classification'" if is_list(kind) else ""
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
     values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
@@ -204,13 +205,6 @@ def label_name(item: Any, classes: Sequence[str] | None) -> str | None:
     if isinstance(item, str):
         return item.strip()
     return str(int(item)) if isinstance(item, int) else None
-
-
-def is_list(kind: Any) -> bool:
-    """Whether `kind` is a type of lists."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def is_list_of_labels(table: pa.Table, name: str) -> bool:

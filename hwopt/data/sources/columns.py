@@ -6,9 +6,10 @@ Names decide first, as data sets of the hub use them; then the content: a label 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hwopt.data.sources.chat import chat_columns
+from hwopt.data.sources.column_types import holds_text, is_list
 from hwopt.data.sources.image_folder import split_folders
 from hwopt.data.sources.number_format import numbers_of
 
@@ -95,7 +96,7 @@ def holds_messages(table: pa.Table, name: str) -> bool:
     import pyarrow as pa
 
     kind = type_of(table, name)
-    return bool((pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type))
+    return is_list(kind) and bool(pa.types.is_struct(kind.value_type))
 
 
 def preferences(table: pa.Table) -> str | None:
@@ -111,13 +112,6 @@ def preferences(table: pa.Table) -> str | None:
         "trainer of TRL in a script of your own, with hwopt.optimized(DPOTrainer, PROFILE): docs/your-script.md. To train "
         "good answers alone, name their column in data.messages, or prompts and answers in data.prompt and data.completion"
     )
-
-
-def holds_text(kind: Any) -> bool:
-    """Whether a column of type `kind` holds strings. Polars writes large ones and views."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_text(table: pa.Table, name: str) -> bool:

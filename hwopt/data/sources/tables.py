@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.columns import holds_text
+from hwopt.data.sources.column_types import holds_text
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.dataset_reader import read_dataset, read_saved
