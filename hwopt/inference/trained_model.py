@@ -84,7 +84,9 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
     if kind != "folder":
         what = "no such folder" if kind == "missing" else "is a file"
         names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
-        raise InputError(f"{path}: {what}.{nearest(path.name, names)} Give a run folder, such as runs/NAME")
+        in_runs = Path("runs") / path.name
+        hint = f" Did you mean {in_runs}?" if in_runs.is_dir() else nearest(path.name, names)
+        raise InputError(f"{path}: {what}.{hint} Give a run folder, such as runs/NAME")
     path = path.absolute()
     if (path / "job.toml").is_file():
         run, folder = path, path if (path / "README.md").is_file() else path / "final"  # a final/ has a model card

@@ -218,6 +218,7 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
         ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists. Give another file, or --overwrite"),
         ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
         ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
+        ("first in.jsonl -o out.csv", 2, "first: no such folder. Did you mean runs/first?"),
         ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
         ("{folder} in.jsonl -o out.csv", 2, "has no job.toml; give one of its runs: run"),
         ("no_config in.jsonl -o out.csv", 2, "has no config.json"),
@@ -244,6 +245,7 @@ def test_bad_input_ends_with_one_message(
     write_samples(tmp_path / "in.jsonl", 3)
     for name, text in {"mine": "texts\nred\n", "blank": "text,label\n,a\n\x20,b\n", "twice": "text,x,x\nred,1,2\n"}.items():
         (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
     for name, missing in {"unfinished": "final", "no_config": "config.json", "no_plan": "plan.json"}.items():
         shutil.copytree(classifier, name, ignore=shutil.ignore_patterns(missing))
     assert run_command(["predict", *arguments.format(run=classifier, folder=classifier.parent).split()]) == code
