@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -195,19 +196,24 @@ class TrainerStep:
         """
         trainer, law = self.trainer, self.law.law if self.law else None
         logged: dict[str, list[Any]] = getattr(trainer, "_metrics", {}).get("train", {})
+        if not logged:
+            return []
         old = before.get("_metrics", {}).get("train", {})
-        new = {name: values[len(old.get(name, ())) :] for name, values in logged.items() if name != TOTAL[1]}
-        names = sorted(name for name, values in new.items() if len(values) == len(parts))
+        new = {name: values[len(old.get(name, ())) :] for name, values in sorted(logged.items()) if name != TOTAL[1]}
         shares = [part.weight if law != "sum" else float(labels_in(part.inputs, True)) for part in parts]
-        products = [sum(value * share for value, share in zip(new[name], shares, strict=True)) for name in names]
+        products = [  # not a number: a rank logged it otherwise
+            sum(value * share for value, share in zip(values, shares, strict=True)) if len(values) == len(parts) else math.nan
+            for values in new.values()
+        ]
         tokens = getattr(trainer, TOTAL[0], 0) - before.get(TOTAL[0], 0)
         *sums, share, tokens = self._sums([*products, sum(shares), tokens])
-        for name, value in zip(names, sums, strict=True):
-            logged[name][len(logged[name]) - len(parts) :] = [value / (share or 1)] * len(self.batches)
+        merged = {name: value / (share or 1) for name, value in zip(new, sums, strict=True) if not math.isnan(value)}
+        for name, mean in merged.items():
+            logged[name][len(logged[name]) - len(parts) :] = [mean] * len(self.batches)
         if TOTAL[1] in logged and TOTAL[0] in before:
             setattr(trainer, TOTAL[0], before[TOTAL[0]] + int(tokens))
             logged[TOTAL[1]] = [getattr(trainer, TOTAL[0])]
-        return [name for name in names if not (law == "rows" and name.startswith(ROW_MEANS))]
+        return [name for name in merged if not (law == "rows" and name.startswith(ROW_MEANS))]
 
     def _counters(self) -> dict[str, Any]:
         """What a trainer counts and averages while it computes losses, such as TRL's tokens: a failed attempt must not count."""
