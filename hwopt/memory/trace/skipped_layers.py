@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hwopt.memory.trace.extended_trace import BACKWARD, FORWARD, OUTSIDE, Extension, Marks, NotRepeated, Repetition, block_between
+from hwopt.memory.trace.extended_trace import Extension
+from hwopt.memory.trace.layer_blocks import BACKWARD, FORWARD, OUTSIDE, Marks, NotRepeated, Repetition, block_between
 from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracker import MemoryTracker

@@ -29,7 +29,7 @@ from hwopt.memory.trace.dry_run import (
     make_optimizer_state,
     train_step,
 )
-from hwopt.memory.trace.extended_trace import NotRepeated
+from hwopt.memory.trace.layer_blocks import NotRepeated
 from hwopt.memory.trace.skipped_layers import SkippedLayers
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracker import MemoryTracker
