@@ -18,7 +18,8 @@ from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.final import save_final
 from hwopt.saving.model_card import model_card
 from hwopt.saving.plugin_state import Stateful
-from hwopt.saving.save_timing import SAVE, require_space_for_run
+from hwopt.saving.save_timing import SAVE
+from hwopt.saving.state_size import require_space_for_run
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation
 from hwopt.training.early_stopping import EarlyStopping
