@@ -45,7 +45,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_other_laws(additive)
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
         theirs = signature(accelerate.Accelerator.__init__).parameters
-        self.hwopt_plugins = {name: named.pop(name) for name in named.keys() - theirs.keys()}
+        self.hwopt_plugins = {name: named.pop(name) for name in list(named) if name not in theirs}
         self.hwopt_listener = listener or Listener()
         self.hwopt_session: Session | None = None
         given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")

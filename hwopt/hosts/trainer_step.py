@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import send_to_device
@@ -103,17 +104,11 @@ class TrainerStep:
         summed: list[float] = self.trainer.accelerator.reduce(on_device, "sum").tolist()
         return summed
 
-    @contextmanager
-    def _gathering_nothing(self) -> Iterator[None]:
+    def _gathering_nothing(self) -> AbstractContextManager[Any]:
         """TRL gathers what it logs in each call. Ranks make other numbers of calls, with other rows: they add up once a step."""
-        accelerator = self.trainer.accelerator
-        if self.run.world_size > 1:
-            accelerator.gather = accelerator.gather_for_metrics = lambda values, *args, **options: values
-        try:
-            yield
-        finally:
-            vars(accelerator).pop("gather", None)
-            vars(accelerator).pop("gather_for_metrics", None)
+        if self.run.world_size == 1:
+            return nullcontext()
+        return mock.patch.multiple(self.trainer.accelerator, gather=own_values, gather_for_metrics=own_values)
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
         """Whether the losses of single rows of `batch` add up to the loss of `PROBED_ROWS`, without dropout and gradients.
@@ -226,6 +221,11 @@ class TrainerStep:
         run = self.run
         pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
         run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
+
+
+def own_values(values: Any, *args: Any, **options: Any) -> Any:
+    """Accelerate's `gather` of this rank alone."""
+    return values
 
 
 def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
