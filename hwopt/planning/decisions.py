@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from hwopt.config.profile import Profile
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions
-from hwopt.plugin.guard import plugin_guard
+from hwopt.plugin.guard import plugin_guard, plugin_hook
 from hwopt.plugin.registry import Registry
 from hwopt.text import truncate
 
@@ -104,7 +104,7 @@ def decide(profile: Profile, registry: Registry, context: Context, choices: Mapp
 def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:
     """`entry` (a plugin with the profile's options) after `probe`: with decision, reason and options in effect."""
     plugin, options = entry.plugin, entry.options
-    with plugin_hook(entry, "probe()"):
+    with plugin_hook(entry.who, "probe()"):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
         if decision.options:
@@ -135,16 +135,6 @@ def check_decision(decision: object, options: type[PluginOptions]) -> None:
         raise PluginError(f"probe() returned the options {truncate(wrong[0])}, expected {options.__qualname__}")
 
 
-@contextmanager
-def plugin_hook(entry: PluginDecision, hook: str) -> Iterator[None]:
-    """A context for a plugin's hook: errors become a PluginError that names `entry.who`; its output goes to standard error."""
-    try:
-        with plugin_guard(entry.who, hook):
-            yield
-    except PluginError as error:
-        raise error if str(error).startswith(entry.who) else PluginError(f"{entry.who}: {error}") from error
-
-
 def in_order(entries: Iterable[PluginDecision]) -> tuple[PluginDecision, ...]:
     """`entries` by stage, then in the profile's order, where a plugin of the same stage named in an `after` comes first."""
     by_stage = sorted(entries, key=lambda entry: entry.plugin.stage)
@@ -163,21 +153,6 @@ def in_order(entries: Iterable[PluginDecision]) -> tuple[PluginDecision, ...]:
     for entry in by_stage:
         place(entry)
     return tuple(ordered.values())
-
-
-def enforce_strict(entries: tuple[PluginDecision, ...], notes: tuple[str, ...], chosen: frozenset[str]) -> None:
-    """Raise PluginError for every fallback, skip and note, as `--strict` requires.
-
-    A plugin that yields (`Relations.yields`) may be skipped if the user did not name it.
-    """
-    problems = Problems()
-    for entry in entries:
-        yielded = entry.decision == "skip" and entry.plugin.relations.yields and entry.name not in chosen
-        if entry.decision != "apply" and not entry.replaced and not yielded:  # a replaced plugin is skipped on request
-            problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
-    for note in notes:
-        problems.add(f"--strict: {note}")
-    problems.raise_if_any(PluginError)
 
 
 def oom_plugins(profile: Profile, registry: Registry, context: Context) -> Iterator[Plugin]:

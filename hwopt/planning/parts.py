@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hwopt.errors import PluginError
-from hwopt.planning.decisions import PluginDecision, plugin_hook
-from hwopt.plugin import Capability, Context, Traits
+from hwopt.planning.decisions import PluginDecision
+from hwopt.plugin import Capability, Conflict, Context, Traits
+from hwopt.plugin.guard import plugin_hook
 from hwopt.plugin.recipe import Recipe
 from hwopt.text import truncate
 
 
+@dataclass(frozen=True)
+class Written:
+    """What the plugins of a plan wrote. It is written once, and every later check reads this record of it."""
+
+    entries: tuple[PluginDecision, ...]
+    recipe: Recipe
+    parts: tuple[Part, ...]
+    """One for each plugin that still writes something."""
+
+
+def write(entries: tuple[PluginDecision, ...], context: Context) -> Written:
+    """The recipe, written by the plugins of `entries` that can stay.
+
+    Skips plugins that write what the training loop lacks (`context.lacking`), then plugins that yield to another one
+    (`Relations.yields`) and that the user did not name; what is left writes again.
+    """
+    recipe = write_recipe(entries, context)
+    supported = tuple(without(context.lacking, entry, recipe) for entry in entries)
+    if supported != entries:
+        recipe = write_recipe(supported, context)
+    marked, parts = split_replaced(supported, recipe)
+    if why := yielding(parts, context.chosen):
+        return write(
+            tuple(replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in supported),
+            context,
+        )
+    return Written(marked, recipe, parts)
+
+
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
     """A new recipe, written by the plugins that are not skipped, in their order."""
-    recipe = Recipe(replacements(entries))
+    replaced = replacements(entries)
+    recipe = Recipe(replaced)
     for entry in applied(entries):
-        with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry, "apply()"):
+        with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry.who, "apply()"):
             entry.plugin.apply(recipe, context)
     return recipe
 
@@ -52,6 +84,15 @@ class Part:
         """Whether it has an engine without `capability`."""
         return "engine" in self.written and capability in self.traits.lacks
 
+    def conflicts_with(self, other: Part) -> Iterator[str]:
+        """Why this plugin cannot be used with `other`, as it declares."""
+        for conflict in self.entry.plugin.relations.conflicts:
+            if concerns(conflict, other):
+                with plugin_hook(self.entry.who, "conflicts"):
+                    holds = conflict.when(self.entry.options, other.entry.options)
+                if holds:
+                    yield conflict.why
+
     def needs(self) -> Iterator[tuple[Capability, str]]:
         """(capability of the engine that it needs, reason)."""
         name = self.entry.name
@@ -64,13 +105,34 @@ class Part:
             yield "single_update", f"the optimizer of {name!r} is not per_parameter"
 
 
+def declared(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
+    """(plugin, other plugin, reason) for each declared conflict that applies."""
+    return ((part, other, why) for part in parts for other in parts if other is not part for why in part.conflicts_with(other))
+
+
+def yielding(parts: Sequence[Part], chosen: frozenset[str]) -> dict[str, str]:
+    """Plugin -> why it is skipped: it conflicts with another one, yields to it, and the user did not name it."""
+    return {
+        mine.entry.name: f"cannot be used with {other.entry.author}: {why}"
+        for mine, other, why in declared(parts)
+        if mine.entry.plugin.relations.yields and mine.entry.name not in chosen
+    }
+
+
+def concerns(conflict: Conflict, other: Part) -> bool:
+    """Whether `conflict` names the plugin `other`, a field that it writes, or a capability that it lacks."""
+    if conflict.field is not None:
+        return other.writes(conflict.field)
+    if conflict.lacks is not None:
+        return other.lacks(conflict.lacks)
+    return other.entry.name == conflict.plugin
+
+
 def replacements(entries: Iterable[PluginDecision]) -> dict[str, str]:
     """Slot or key -> the author that replaces it. If two plugins replace the same one, it is not included: they collide."""
-    found: dict[str, list[str]] = {}
-    for entry in applied(entries):
-        for what in entry.plugin.relations.replaces:
-            found.setdefault(what, []).append(entry.author)
-    return {what: authors[0] for what, authors in found.items() if len(authors) == 1}
+    claims = [(what, entry.author) for entry in applied(entries) for what in entry.plugin.relations.replaces]
+    counts = Counter(what for what, _ in claims)
+    return {what: author for what, author in claims if counts[what] == 1}
 
 
 def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[tuple[PluginDecision, ...], tuple[Part, ...]]:
@@ -99,7 +161,7 @@ def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[t
 
 def traits_of(entry: PluginDecision) -> Traits:
     """The traits of a plugin with its options in effect. Raises PluginError if it returns something else."""
-    with plugin_hook(entry, "traits"):
+    with plugin_hook(entry.who, "traits"):
         found: object = entry.plugin.traits
     if not isinstance(found, Traits):
         raise PluginError(f"{entry.who}: `traits` is {truncate(found)}; expected a Traits(…)")

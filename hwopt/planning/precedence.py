@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from hwopt.config.job import Job, JobFile
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
-from hwopt.errors import PluginError
+from hwopt.errors import InputError, PluginError
+from hwopt.model.facts import ModelFacts
 from hwopt.plugin.recipe import Recipe
 
 SAME_THING = ({"warmup_ratio", "warmup_steps"}, {"max_steps", "num_train_epochs"})
@@ -26,6 +27,18 @@ def under_job(profile: Profile, job_file: JobFile) -> Job:
     if data.max_length is None and defaults.data.max_length is not None:
         data = data.model_copy(update={"max_length": defaults.data.max_length})
     return job.model_copy(update={"training": training, "data": data})
+
+
+def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
+    """Raise InputError if data.max_length is more than the model accepts."""
+    length, most = job.data.max_length, model.max_positions
+    if length is None or most is None or length <= most:
+        return
+    own = job_file.job.data.max_length is not None
+    place = job_file.place("data", "max_length") if own else profile.place("data", "max_length")
+    raise InputError(
+        f"{place}: data.max_length: {length:,} is more than the {most:,} tokens that {model.name} takes; set {most} or less"
+    )
 
 
 def has_key(training: Training, key: str) -> bool:

@@ -6,22 +6,22 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from hwopt.config.job import Job, JobFile
+from hwopt.config.job import JobFile
 from hwopt.config.profile import Profile
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.conflicts import author_in, refuse_conflicts, refuse_untrainable, without_yielding
-from hwopt.planning.decisions import decide, enforce_strict, oom_plugins
-from hwopt.planning.parts import Part, split_replaced, without, write_recipe
+from hwopt.planning.decisions import decide, oom_plugins
+from hwopt.planning.parts import write
 from hwopt.planning.plan import Plan
-from hwopt.planning.precedence import provenance_of, under_job, with_recipe
+from hwopt.planning.precedence import provenance_of, refuse_long_samples, under_job, with_recipe
+from hwopt.planning.refusals import refuse
 from hwopt.plugin import Context
 from hwopt.plugin.batch_sizes import KEYS, BatchSizes
+from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.text import listing, nearest, truncate
 
@@ -52,56 +52,36 @@ def resolve(
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
     """
+    card = profile.card_of(hardware)
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
-    card = profile.card_of(hardware)
     context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen, tokens_per_sample)
-    entries = decide(profile, registry, context, choices or {})
-    recipe = write_recipe(entries, context)
-    if lacking:
-        entries = tuple(without(lacking, entry, recipe) for entry in entries)
-        recipe = write_recipe(entries, context)
-    marked, parts = split_replaced(entries, recipe)
-    if (fewer := without_yielding(entries, parts, profile.chosen)) != entries:
-        recipe = write_recipe(fewer, context)
-        marked, parts = split_replaced(fewer, recipe)
-    entries = marked
-    refuse_conflicts(entries, parts, recipe.collisions)
+    decisions = decide(profile, registry, context, choices or {})
+    helping = tuple(oom_plugins(profile, registry, context))
+    written = write(decisions, context)
+    recipe = written.recipe
     training = with_recipe(job.training, recipe)
-    batch, lowered = batch_sizes(recipe.batch, parts, profile, context)
+    provenance = provenance_of(profile, job_file, recipe, training)
     notes = card_notes(profile, hardware)
-    if strict:
-        enforce_strict(entries, notes, profile.chosen)
+    batch, lowered = batch_sizes(recipe, profile, context)
     plan = Plan(
         profile=profile,
         hardware=hardware,
         software=software,
         job=job,
         model=model,
-        entries=entries,
+        entries=written.entries,
         recipe=recipe,
         training=training,
         batch=batch,
-        provenance=provenance_of(profile, job_file, recipe, training),
+        provenance=provenance,
         world_size=world_size,
         notes=(*notes, *lowered),
         job_name=job_file.document.name,
-        oom_plugins=tuple(oom_plugins(profile, registry, context)),
+        oom_plugins=helping,
     )
-    refuse_untrainable(plan, parts)
+    refuse(plan, written, strict)
     return plan
-
-
-def refuse_long_samples(job: Job, model: ModelFacts, profile: Profile, job_file: JobFile) -> None:
-    """Raise InputError if data.max_length is more than the model accepts."""
-    length, most = job.data.max_length, model.max_positions
-    if length is None or most is None or length <= most:
-        return
-    own = job_file.job.data.max_length is not None
-    place = job_file.place("data", "max_length") if own else profile.place("data", "max_length")
-    raise InputError(
-        f"{place}: data.max_length: {length:,} is more than the {most:,} tokens that {model.name} takes; set {most} or less"
-    )
 
 
 def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
@@ -122,21 +102,19 @@ def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:
     return ()
 
 
-def batch_sizes(
-    written: Mapping[str, Any], parts: Sequence[Part], profile: Profile, context: Context
-) -> tuple[BatchSizes, tuple[str, ...]]:
+def batch_sizes(recipe: Recipe, profile: Profile, context: Context) -> tuple[BatchSizes, tuple[str, ...]]:
     """The sizes that plugins wrote, and a note if this card is too small for them. Raises PluginError for a wrong one."""
-    for key, value in written.items():
-        author = author_in(parts, f"batch[{key!r}]")
+    for key, value in recipe.batch.items():
+        author = recipe.named(recipe.author_of(f"batch[{key!r}]"))
         if key not in KEYS:
             raise PluginError(f"{author}: recipe.batch has no key {key!r}.{nearest(key, KEYS)} It has: {listing(KEYS)}")
         if key != "widths" and not (isinstance(value, int) and value > 0):
             raise PluginError(f"{author}: recipe.batch[{key!r}] is {truncate(value)}; expected a whole number above 0")
-    sizes = BatchSizes.of(written, context.world_size)
+    sizes = BatchSizes.of(recipe.batch, context.world_size)
     hardware, memory = context.hardware, profile.card.memory_gib
     if memory is None or hardware.device_type != "cuda" or hardware.memory_gib >= SMALLER * memory:
         return sizes, ()
-    lowered = BatchSizes.of(written, context.world_size, hardware.memory_gib / memory)
+    lowered = BatchSizes.of(recipe.batch, context.world_size, hardware.memory_gib / memory)
     of_memory = f"{hardware.memory_gib:g} of {memory:g} GiB"
     return lowered, (f"micro-batch {sizes.train} -> {lowered.train}, {of_memory}; {sizes.step} rows a step as before",)
 

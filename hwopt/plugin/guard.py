@@ -44,6 +44,17 @@ class plugin_guard(redirect_stdout[TextIO]):
             raise_plugin_error(error, self.who, self.what)
 
 
+class plugin_hook(plugin_guard):
+    """The same for a hook of a plugin: a PluginError of the hook that does not name the plugin gets `who` in front."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super(plugin_guard, self).__exit__(kind, error, trace)
+        if isinstance(error, PluginError) and not str(error).startswith(self.who):
+            raise PluginError(f"{self.who}: {error}") from error
+        if error is not None:
+            raise_plugin_error(error, self.who, self.what)
+
+
 @dataclass(frozen=True)
 class Guarded:
     """A plugin's callable whose errors name the plugin. Has the attributes of the callable; picklable if the callable is."""

@@ -1,29 +1,38 @@
-"""Conflicts in a plan: declared conflicts, missing engine capabilities, and recipe fields that two plugins set.
+"""What makes a plan impossible: conflicts between plugins, a job that its parts cannot train, and skips under `--strict`.
 
-The checks run after all plugins have written the recipe, on one record of what each wrote (`Part`). One error lists
-all conflicts, each with both lines of the profile. docs/conflicts.md lists the conflicts of the built-in plugins.
+The checks run on one record of what each plugin wrote (`Written`). One error lists all conflicts, each with both lines of the
+profile. docs/conflicts.md lists the conflicts of the built-in plugins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, PluginError, Problems
-from hwopt.planning.decisions import PluginDecision, plugin_hook
-from hwopt.planning.parts import Part, applied
-from hwopt.plugin import CAPABILITIES, Conflict
-from hwopt.plugin.recipe import Collision
-
-if TYPE_CHECKING:
-    from hwopt.planning.plan import Plan
+from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.parts import Part, Written, applied, declared
+from hwopt.planning.plan import Plan
+from hwopt.plugin import CAPABILITIES
 
 
-def refuse_conflicts(entries: Sequence[PluginDecision], parts: Sequence[Part], collisions: Iterable[Collision]) -> None:
+def refuse(plan: Plan, written: Written, strict: bool) -> None:
+    """Raise PluginError or InputError if plugins of the plan contradict each other or cannot train its job.
+
+    With `strict` for every fallback, skip and note too.
+    """
+    refuse_conflicts(written)
+    refuse_replaced_loss(plan, written.parts)
+    refuse_lacking_engine(plan, written.parts)
+    refuse_split_router_loss(plan, written.parts)
+    if strict:
+        refuse_changes(plan)
+
+
+def refuse_conflicts(written: Written) -> None:
     """Raise PluginError with all pairs of plugins that cannot be used together, and all missing required plugins."""
     problems = Problems()
+    entries, parts, collisions = written.entries, written.parts, written.recipe.collisions
     for text in missing(entries):
         problems.add(text)
     refused: set[frozenset[str]] = set()
@@ -47,18 +56,6 @@ def refuse_conflicts(entries: Sequence[PluginDecision], parts: Sequence[Part], c
     problems.raise_if_any(PluginError)
 
 
-def without_yielding(
-    entries: tuple[PluginDecision, ...], parts: Sequence[Part], chosen: frozenset[str]
-) -> tuple[PluginDecision, ...]:
-    """`entries`, where plugins that the user did not name are skipped if they yield to another one (`Relations.yields`)."""
-    why = {
-        mine.entry.name: f"cannot be used with {other.entry.author}: {why}"
-        for mine, other, why in declared(parts)
-        if mine.entry.plugin.relations.yields and mine.entry.name not in chosen
-    }
-    return tuple(replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in entries)
-
-
 def missing(entries: Sequence[PluginDecision]) -> Iterator[str]:
     """A message for each required plugin that is missing or skipped."""
     found = {entry.name: entry for entry in entries}
@@ -71,27 +68,6 @@ def missing(entries: Sequence[PluginDecision]) -> Iterator[str]:
                 yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}. {without}"
 
 
-def declared(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
-    """(plugin, other plugin, reason) for each declared conflict that applies."""
-    for part in parts:
-        for conflict in part.entry.plugin.relations.conflicts:
-            for other in parts:
-                if other is not part and concerns(conflict, other):
-                    with plugin_hook(part.entry, "conflicts"):
-                        holds = conflict.when(part.entry.options, other.entry.options)
-                    if holds:
-                        yield part, other, conflict.why
-
-
-def concerns(conflict: Conflict, other: Part) -> bool:
-    """Whether `conflict` names the plugin `other`, a field that it writes, or a capability that it lacks."""
-    if conflict.field is not None:
-        return other.writes(conflict.field)
-    if conflict.lacks is not None:
-        return other.lacks(conflict.lacks)
-    return other.entry.name == conflict.plugin
-
-
 def implied(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
     """(plugin, plugin of the engine, reason) for each plugin that needs a capability which the engine lacks."""
     engine = next((part for part in parts if "engine" in part.written), None)
@@ -102,13 +78,6 @@ def implied(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
             if part is not engine and engine.lacks(capability):
                 name = engine.entry.name
                 yield part, engine, f"{why}, and the engine of {name!r} lacks {capability}: {CAPABILITIES[capability]}"
-
-
-def refuse_untrainable(plan: Plan, parts: Sequence[Part]) -> None:
-    """Raise InputError or PluginError if the plan's parts, which do not contradict each other, cannot train its job."""
-    refuse_replaced_loss(plan, parts)
-    refuse_lacking_engine(plan, parts)
-    refuse_split_router_loss(plan, parts)
 
 
 def refuse_lacking_engine(plan: Plan, parts: Sequence[Part]) -> None:
@@ -161,6 +130,16 @@ ROUTER = {"cut": "splits a step by length", "collate": "packs the rows of a step
 """Slot of the recipe -> what a plugin that writes it does to the load-balancing loss."""
 
 
-def author_in(parts: Sequence[Part], what: str) -> str:
-    """The plugin that wrote the slot or key `what`, for a message."""
-    return next(part.entry.who for part in parts if what in part.written)
+def refuse_changes(plan: Plan) -> None:
+    """Raise PluginError for every fallback, skip and note, as `--strict` requires.
+
+    A plugin that yields (`Relations.yields`) may be skipped if the user did not name it.
+    """
+    problems = Problems()
+    for entry in plan.entries:
+        yielded = entry.decision == "skip" and entry.plugin.relations.yields and entry.name not in plan.profile.chosen
+        if entry.decision != "apply" and not entry.replaced and not yielded:  # a replaced plugin is skipped on request
+            problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
+    for note in plan.notes:
+        problems.add(f"--strict: {note}")
+    problems.raise_if_any(PluginError)
