@@ -39,6 +39,7 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     kwargs = plan.recipe.model_kwargs
     plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
     lines += [f"left out {key} of from_pretrained: {value!r}" for key, value in kwargs.items() if key not in plain]
+    lines += left_out(plan, given)
     if to == "trl" and plain:
         given["model_init_kwargs"] = plain
     arguments = "".join(f"    {key}={pformat(value, width=80)},\n" for key, value in given.items())
@@ -48,6 +49,22 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
         f"{heading(plan, f'{name} for', to, lines)}\nfrom {'trl' if to == 'trl' else 'transformers'} import {name}\n\n"
         f"arguments = {name}(\n{arguments})\n{model}"
     )
+
+
+SAMPLES = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation", "max_rows")
+"""Keys of [data] that change what is trained. Whoever uses the written arguments loads the data himself."""
+
+
+def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key of the job that changes what is trained, and that none of the arguments `given` says."""
+    data, loss = plan.job.data, plan.job.task.loss_changes
+    said = {"label_smoothing": "label_smoothing_factor", "blocks": "packing"}
+    for key in loss:
+        if said.get(key) not in given:
+            yield f"left out task.{key}: no argument says it. The loss differs, unless your compute_loss_func does the same"
+    for key in SAMPLES:
+        if key in data.model_fields_set and said.get(key) not in given:
+            yield f"left out data.{key} = {getattr(data, key)!r}: for your code that loads the data"
 
 
 def argument_class(to: Literal["trainer", "trl"]) -> type[Any]:
@@ -166,6 +183,10 @@ def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any
     values["max_length"] = data.max_length  # None too: SFTConfig would truncate at 1,024
     if data.blocks:
         values |= {"packing": True, "packing_strategy": "wrapped"}
+    if data.messages is not None:
+        values["assistant_only_loss"] = True  # SFTConfig would train the questions too
+    elif data.prompt is None:
+        values["dataset_text_field"] = data.text[0]
     if data.eos_token is not None:
         values["eos_token"] = data.eos_token
     yield from ((word, value) for word, value in values.items() if word in fields)

@@ -89,7 +89,7 @@ def refuse_unsupported(plan: Plan) -> None:
         "data.eval_fraction: give the evaluation data as a file in data.eval": data.eval_fraction is not None,
         "data.messages: conversations are for --to trl": data.messages is not None,
         "data.eos_token: has no code": data.eos_token is not None,
-        "task.class_weights: has no code": job.task.class_weights is not None,
+        **{f"task.{key}: has no code": True for key in job.task.loss_changes if key != "label_smoothing"},
         "--world-size: the script is for one device": plan.world_size > 1,
     }
     if found := [reason for reason, unsupported in reasons.items() if unsupported]:

@@ -137,6 +137,28 @@ def test_arguments_file_makes_the_arguments_of_the_plan(to: Any, tmp_path: Path)
     assert getattr(arguments, "max_length", 32) == 32
 
 
+def test_arguments_file_names_what_it_leaves_out_of_the_loss(tmp_path: Path) -> None:
+    rows = write_samples(tmp_path / "train.jsonl", 8)
+    classes = {"kind": "text-classification", "label_smoothing": 0.1, "class_weights": "balanced"}
+    tables = {"model": {"config": TINY_BERT}, "data": {"train": str(rows)}, "task": classes}
+    plan = plan_for(tiny_profile(), make_job(Document("a job", tables)))
+    text = exported(plan, "trainer")
+    assert "left out task.class_weights" in text
+    assert "label_smoothing_factor=0.1" in text
+    assert "task.label_smoothing" not in text
+    with pytest.raises(InputError, match=r"task\.class_weights: has no code"):
+        exported(plan, "script")
+
+
+def test_arguments_of_trl_train_the_answers_of_a_chat_only(tmp_path: Path) -> None:
+    data = {"train": "chats.jsonl", "messages": "turns", "assistant_turns": "last"}
+    job = make_job(Document("a job", {"model": {"config": TINY_LLAMA}, "data": data, "task": {"kind": "causal-lm"}}))
+    text = exported(plan_for(tiny_profile(), job), "trl")
+    assert "assistant_only_loss=True" in text
+    assert "left out data.assistant_turns = 'last'" in text
+    assert "left out data.messages = 'turns'" in text
+
+
 def test_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["export", "--profile", "t4_16gb", "--to", "trainer", "--hardware", "profile"]) == 0
