@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwopt import api
+from hwopt.config.profile import Profile
 from hwopt.hardware.device import Hardware
 from hwopt.memory.trace.tracer import NotTraceable
 from hwopt.planning.auto_profile import AutoProfile, choose
@@ -45,6 +46,17 @@ def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
 )
 def test_card_gets_its_own_profile(name: str, capability: tuple[int, int], gib: float, profile: str) -> None:
     assert chosen(name, capability, gib).profile.name == profile
+
+
+GPU_PROFILES = [profile for profile in map(INPUTS.profile, INPUTS.files) if profile.card.capability]
+
+
+@pytest.mark.parametrize("profile", GPU_PROFILES, ids=lambda profile: profile.name)
+def test_every_shipped_profile_is_of_the_card_that_auto_takes_for_its_own(profile: Profile) -> None:
+    own = profile.card
+    assert own.capability is not None
+    for match in own.match:
+        assert chosen(match, own.capability, own.memory_gib or 0.0).profile.card == own
 
 
 def test_profile_that_extends_another_one_is_found_by_its_own_card(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tables of plugins in README.md and docs/conflicts.md are made from the registry.
+"""The tables of plugins and profiles in README.md and docs/conflicts.md are made from what is installed.
 
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/plugins/test_documented_tables.py` rewrites them; read the difference before you commit.
 """
@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
+from hwopt.config.profile_files import profile_files
+from hwopt.planning.inputs import Inputs
 from hwopt.plugin import CAPABILITIES, Conflict, Plugin
 from hwopt.plugin.contract import effect_by_default
 from hwopt.plugin.registry import Registry
@@ -37,6 +39,15 @@ def plugins() -> Table:
         depends = ", depends on options" if isinstance(plugin.__dict__.get("effect"), property) else ""
         rows.append((f"`{plugin.name}`", summary, CHANGES[effect_by_default(plugin)] + depends))
     return "README.md", ("plugin", "what it does", "changes"), rows
+
+
+def profiles() -> Table:
+    rows = [(f"`{profile.name}`", profile.content.summary) for profile in map(Inputs().profile, profile_files())]
+    return (
+        "README.md",
+        ("profile", "what it sets"),
+        [*rows, ("`auto`", "the profile of your card, or one derived from the nearest")],
+    )
 
 
 def conflicts() -> Table:
@@ -104,7 +115,7 @@ def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-@pytest.mark.parametrize("table", [plugins, conflicts, capabilities])
+@pytest.mark.parametrize("table", [plugins, profiles, conflicts, capabilities])
 def test_table_is_made_from_the_registry(table: Any) -> None:
     page, header, rows = table()
     path = ROOT / page

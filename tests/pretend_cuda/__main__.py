@@ -1,6 +1,6 @@
 """Run a command on pretend CUDA cards. Builds the pretend NVIDIA libraries if they are missing or out of date.
 
-python tests/pretend_cuda rtx3070 pytest tests/gpu             # a name of cards.py
+python tests/pretend_cuda rtx3070 pytest tests/gpu             # a profile, or the part before "_"
 python tests/pretend_cuda t4,t4 python script.py               # two cards
 python tests/pretend_cuda "My GPU:8.6:8192" python script.py   # NAME:COMPUTE CAPABILITY:MIB
 """

@@ -1,23 +1,24 @@
-"""The pretend cards of the tests and benchmarks. CUDA reports less memory than the name of a card says: about these sizes."""
+"""The pretend cards of the tests and benchmarks: those of the shipped profiles, as their tables [card] describe them."""
 
 from __future__ import annotations
 
-CARDS = {
-    "t4": "Tesla T4:7.5:15096",
-    "rtx3070": "NVIDIA GeForce RTX 3070:8.6:7960",
-    "rtx3090": "NVIDIA GeForce RTX 3090:8.6:24268",
-    "rtx3060": "NVIDIA GeForce RTX 3060:8.6:12041",
-    "rtx4060": "NVIDIA GeForce RTX 4060:8.9:7940",
-    "rtx4090": "NVIDIA GeForce RTX 4090:8.9:24207",
-    "rtx5090": "NVIDIA GeForce RTX 5090:12.0:32106",
-    "a10": "NVIDIA A10:8.6:22588",
-    "l4": "NVIDIA L4:8.9:22558",
-    "a100_40": "NVIDIA A100-SXM4-40GB:8.0:40326",
-    "a100": "NVIDIA A100-SXM4-80GB:8.0:81154",
-    "h100": "NVIDIA H100 80GB HBM3:9.0:81110",
-    "h200": "NVIDIA H200:9.0:143155",
-}
-"""Name -> "NAME:COMPUTE CAPABILITY:MIB"."""
+from hwopt.config.profile import load_profile
+from hwopt.config.profile_files import profile_files
+
+
+def shipped_cards() -> dict[str, str]:
+    """Profile -> "NAME:COMPUTE CAPABILITY:MIB" of its card. The part before "_" is the one with the most memory: "a100"."""
+    cards = [(name, load_profile(name, profile_files()).card) for name in profile_files()]
+    found = {}
+    for name, card in sorted(cards, key=lambda pair: pair[1].memory_gib or 0.0):
+        if card.compute_capability and card.memory_gib and not card.amd:
+            device = card.match[0] if card.match[0].startswith(("NVIDIA", "Tesla")) else f"NVIDIA {card.match[0]}"
+            text = f"{device}:{card.compute_capability}:{round(1024 * card.memory_gib)}"
+            found |= {name: text, name.partition("_")[0]: text}
+    return found
+
+
+CARDS = shipped_cards()
 
 
 def cards_of(text: str) -> str:

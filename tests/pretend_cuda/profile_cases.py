@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hwopt.config.profile_files import profile_files
+from pretend_cuda.cards import CARDS
+
 BERT_BASE = {"model_type": "bert", "vocab_size": 30522}
 GEMMA = {  # Gemma 3 1B with 8 of its 26 layers and a smaller vocabulary
     "model_type": "gemma3_text",
@@ -31,9 +34,8 @@ LLAMA = {  # TinyLlama-1.1B with 2 of its 22 layers: with ZeRO the optimizer sta
 
 @dataclass(frozen=True)
 class Case:
-    """What a profile trains, and on which card."""
+    """What a profile trains on its pretend card."""
 
-    card: str
     model_name: str = "BERT-base"
     config: dict[str, Any] = field(default_factory=lambda: BERT_BASE)
     kind: str = "text-classification"
@@ -44,35 +46,30 @@ class Case:
     """The profile whose bare loop and Trainer are the same: equal model, sizes, optimizer and precision."""
 
 
-def decoder(card: str, model_name: str, config: dict[str, Any], max_length: int, *changes: str) -> Case:
-    return Case(card, model_name, config, "causal-lm", max_length, changes)
+def decoder(model_name: str, config: dict[str, Any], max_length: int, *changes: str) -> Case:
+    return Case(model_name, config, "causal-lm", max_length, changes)
 
 
 ADAPTER = "plugins.adapter.always=true"
 """Without it the plugin skips models of less than half a billion parameters."""
 
 
-CASES = {
-    "rtx3070_8gb": Case("rtx3070"),
-    "rtx3070_8gb_batch16": Case("rtx3070"),
-    "rtx3070_8gb_qlora": decoder("rtx3070", "TinyLlama, 2 layers", LLAMA, 512, ADAPTER),
-    "rtx3070_8gb_zero": decoder("rtx3070", "TinyLlama, 2 layers", LLAMA, 512),
-    "rtx3060_12gb": Case("rtx3060"),
-    "rtx4060_8gb": Case("rtx4060"),
-    "t4_16gb": Case("t4"),
-    "t4_16gb_zero": decoder("t4", "TinyLlama, 2 layers", LLAMA, 512),
-    "rtx3090_24gb": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, ADAPTER),
-    "rtx3090_24gb_experimental": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, ADAPTER),
-    "rtx3090_24gb_max_perf": decoder("rtx3090", "Gemma 3, 8 layers", GEMMA, 256, ADAPTER),
-    "rtx4090_24gb": Case("rtx4090", same_as="h100_80gb"),
-    "rtx5090_32gb": Case("rtx5090", same_as="h100_80gb"),
-    "a10_24gb": Case("a10", same_as="h100_80gb"),
-    "l4_24gb": Case("l4", same_as="h100_80gb"),
-    "a100_40gb": Case("a100_40", same_as="h100_80gb"),
-    "a100_80gb": Case("a100", same_as="h100_80gb"),
-    "h100_80gb": Case("h100"),
-    "h200_141gb": Case("h200", same_as="h100_80gb"),
+LIKE_H100 = Case(same_as="h100_80gb")
+LIKE_GEMMA = decoder("Gemma 3, 8 layers", GEMMA, 256, ADAPTER)
+OWN_CASES = {
+    "rtx3070_8gb_qlora": decoder("TinyLlama, 2 layers", LLAMA, 512, ADAPTER),
+    "rtx3070_8gb_zero": decoder("TinyLlama, 2 layers", LLAMA, 512),
+    "t4_16gb_zero": decoder("TinyLlama, 2 layers", LLAMA, 512),
+    **dict.fromkeys(("rtx3090_24gb", "rtx3090_24gb_experimental", "rtx3090_24gb_max_perf"), LIKE_GEMMA),
+    **dict.fromkeys(("rtx4090_24gb", "rtx5090_32gb", "a10_24gb", "l4_24gb"), LIKE_H100),
+    **dict.fromkeys(("a100_40gb", "a100_80gb", "h200_141gb"), LIKE_H100),
 }
+"""Profiles that train something else than BERT-base, or whose bare loops need no run of their own."""
+VOLTA = "the CUDA 13 build of torch has no kernels for Volta"
+NO_CARD = {"v100_16gb": VOLTA, "v100_32gb": VOLTA} | {name: "no CUDA card" for name in profile_files() if name not in CARDS}
+"""Shipped profile -> why it does not run on a pretend card."""
+CASES = {name: OWN_CASES.get(name, Case()) for name in profile_files() if name not in NO_CARD}
+"""Shipped profile -> what it trains."""
 PLAIN = {
     "precision": "plugins.precision.level=O1",
     "length_batching": "plugins.length_batching.enabled=false",
@@ -83,11 +80,3 @@ PLAIN = {
 MAY_BE_INACTIVE = {"adapter", "tf32"}
 """Plugins whose evidence may be inactive. That of `adapter` reads gradients, and a pretend card computes none of a large model.
 That of `tf32` needs a product in fp32, and with autocast or half weights there is none."""
-NO_CARD = {
-    "cpu": "trains on the CPU",
-    "mi300x_192gb": "an AMD GPU",
-    "rx7900xtx_24gb": "an AMD GPU",
-    "v100_16gb": "the CUDA 13 build of torch has no kernels for Volta",
-    "v100_32gb": "the CUDA 13 build of torch has no kernels for Volta",
-}
-"""Shipped profile -> why it does not run on a pretend card."""

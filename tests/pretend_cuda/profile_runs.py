@@ -160,8 +160,8 @@ def main() -> None:
 def measure(name: str) -> dict[str, Any]:
     """What the loops of profile `name` do, each in a process on a pretend card. Raises RuntimeError if one of them fails."""
     case = CASES[name]
-    found = {"profile": name, "card": case.card, "model": case.model_name}
-    return found | run_on_card(name, "own", CARDS[case.card]) | measure_others(case.same_as or name)
+    found = {"profile": name, "card": CARDS[name].partition(":")[0], "model": case.model_name}
+    return found | run_on_card(name, "own", CARDS[name]) | measure_others(case.same_as or name)
 
 
 @cache
@@ -170,7 +170,7 @@ def measure_others(name: str) -> dict[str, Any]:
 
     They train without what saves memory, so their card has more of it.
     """
-    card, _, _ = CARDS[CASES[name].card].rpartition(":")
+    card, _, _ = CARDS[name].rpartition(":")
     return run_on_card(name, "others", f"{card}:200000")
 
 
