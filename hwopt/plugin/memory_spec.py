@@ -32,6 +32,8 @@ class MemorySpec:
     """
     buffers: float = 0.0
     """Additional bytes on the device, which a trace of the stand-ins does not show."""
+    pooled_tokens: int | None = None
+    """Micro-batches of up to so many tokens (0: all) compute their passes in a memory pool of their own, which they keep."""
     host: float = 0.0
     """Bytes of this rank in host memory."""
     stand_ins: dict[str, Any] = field(default_factory=dict)

@@ -98,6 +98,10 @@ class CudaGraphs(hw.Plugin):
         assert self.options.tokens != "auto", "probe() replaces it"
         recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
 
+    def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
+        assert self.options.tokens != "auto", "probe() replaces it"
+        spec.pooled_tokens = self.options.tokens
+
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 

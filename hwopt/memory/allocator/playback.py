@@ -33,15 +33,51 @@ class PlayedRun:
     """`max_memory_reserved`. On a CPU nothing is reserved in advance."""
 
 
-def played_run(train: Timeline, evaluation: Timeline) -> PlayedRun:
-    """Return the memory of a run. hwopt tries the largest evaluation batch before step 1."""
+def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = None) -> PlayedRun:
+    """Return the memory of a run. hwopt tries the largest evaluation batch before step 1.
+
+    `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
+    """
     if not train.cached:
         peaks = train.peak(), evaluation.peak()
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
     evaluating = Player(evaluation, CachingAllocator(train.expandable))
     eval_peak = evaluating.step()
     training = Player(train, evaluating.allocator, evaluating)
-    return PlayedRun(training.steady_step(), eval_peak, training.allocator.reserved)
+    peak, reserved = training.steady_step(), training.allocator.reserved
+    if pooled is not None:
+        reserved = max(reserved, reserved_beside_pool(train, evaluation, pooled))
+    return PlayedRun(peak, eval_peak, reserved)
+
+
+def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline) -> int:
+    """Return what is reserved once the passes of `pooled` are captured into a pool of their own, which keeps its memory.
+
+    torch returns the free segments of the common pool before a capture. After it the common pool serves evaluation, the update,
+    and `train` if that is another step, which is too large to be captured.
+    """
+    own, common = CachingAllocator(pooled.expandable), CachingAllocator(train.expandable)
+    evaluating = Player(evaluation, common)
+    evaluating.step()
+    training = Player(train, common, evaluating)
+    if train is pooled:
+        training.enter()
+    else:
+        training.steady_step()
+    captured: dict[int, Block] = {}
+    passes = int(pooled.phases[1]) - pooled.before
+    sizes = np.ceil(pooled.sizes).astype(np.int64).tolist()
+    for place, event in enumerate(pooled.events[pooled.before :].tolist()):
+        number = abs(event) - 1
+        if number in captured:
+            own.release(captured.pop(number))
+        elif event > 0 and place < passes and sizes[number]:
+            captured[number] = own.allocate(sizes[number])
+        elif train is pooled and event > 0 and sizes[number]:
+            training.live[number] = common.allocate(sizes[number])
+        elif train is pooled and event < 0 and number in training.live:
+            common.release(training.live.pop(number))
+    return own.reserved + common.reserved
 
 
 class Player:
@@ -110,15 +146,17 @@ class Player:
         self.live, self.left = taken, []
 
 
-def largest_played(at: Callable[[int], tuple[Timeline, Timeline]], budget: float, limit: int = LIMIT) -> int:
-    """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %. `at`: (train, evaluation).
+def largest_played(at: Callable[[int], tuple[Timeline, Timeline, Timeline | None]], budget: float, limit: int = LIMIT) -> int:
+    """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %.
+
+    `at`: the arguments of `played_run` for a number.
 
     A playback takes a fraction of a second, a peak of tensors milliseconds. The latter is a bound, and with the reserved memory
     of the numbers played so far it gives the next one to play.
     """
 
     def tensors(number: int) -> int:
-        return max(timeline.peak().bytes for timeline in at(number))
+        return max(timeline.peak().bytes for timeline in at(number)[:2])
 
     def most(budget: float) -> int:
         return largest(lambda number: tensors(number) <= budget, limit)

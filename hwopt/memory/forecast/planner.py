@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,30 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     except NotTraceable:
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
-    train, evaluation, rows, eval_rows, width = trace.train, trace.eval, memory.rows, plan.batch.eval, memory.width
-    evaluated = evaluation.at(eval_rows, width)
+    rows, eval_rows, width = memory.rows, plan.batch.eval, memory.width
+    run = partial(run_at, plan, trace)
     most = plan.model.max_positions or MOST_LENGTH
     longest = None
     if not trace.fixed_width and plan.context.task.inputs != "images":
-        longest = largest_played(lambda width: (train.at(rows, width), evaluation.at(eval_rows, width)), budget, most)
+        longest = largest_played(lambda width: run(rows, eval_rows, width), budget, most)
     return replace(
         memory,
-        largest_train=largest_played(lambda rows: (train.at(rows, width), evaluated), budget),
-        largest_eval=largest_played(lambda rows: (step, evaluation.at(rows, width)), budget),
+        largest_train=largest_played(lambda rows: run(rows, eval_rows, width), budget),
+        largest_eval=largest_played(lambda rows: run(memory.rows, rows, width, step), budget),
         largest_max_length=longest,
     )
+
+
+def run_at(
+    plan: Plan, trace: Trace, rows: int, eval_rows: int, width: int, step: Timeline | None = None
+) -> tuple[Timeline, Timeline, Timeline | None]:
+    """Return the arguments of `played_run` for these sizes; `step` is the training step, if it is known."""
+    step = step or trace.train.at(rows, width)
+    tokens = plan.memory_spec.pooled_tokens
+    pooled = None if tokens is None else step
+    if tokens and rows * width > tokens:
+        pooled = trace.train.at(max(1, tokens // width), width)
+    return step, trace.eval.at(eval_rows, width), pooled
 
 
 def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tuple[Trace, Timeline]:
@@ -123,7 +136,7 @@ def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tu
 def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
     """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
-    run = played_run(step, trace.eval.at(plan.batch.eval, shape.width))
+    run = played_run(*run_at(plan, trace, shape.rows, plan.batch.eval, shape.width, step))
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets}
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,12 +75,22 @@ def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -
     assert played_run(train, evaluation).reserved == 170 * MIB
 
 
+def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
+    """100 MiB of weights, 60 of the evaluation and 20 of the update in the common pool; 40 of the passes in their own."""
+    evaluation = timeline([100, 60], [2, -2], before=1)
+    step = replace(timeline([100, 40, 20], [2, -2, 3, -3], before=1), phases=np.array([1, 3]))
+    assert played_run(step, evaluation).reserved == 160 * MIB
+    assert played_run(step, evaluation, step).reserved == 200 * MIB
+    larger = replace(step, sizes=step.sizes * [1, 3, 1])
+    assert played_run(larger, evaluation, step).reserved == played_run(larger, evaluation).reserved + 40 * MIB
+
+
 @pytest.mark.parametrize("budget_mib", [150, 400, 1000])
 def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)
 
-    def at(rows: int) -> tuple[Timeline, Timeline]:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation
+    def at(rows: int) -> tuple[Timeline, Timeline, None]:
+        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation, None
 
     most = largest_played(at, budget_mib * MIB)
     assert played_run(*at(most)).reserved <= budget_mib * MIB
