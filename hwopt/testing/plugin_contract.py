@@ -181,7 +181,7 @@ def check_memory_of(name: str, plan: Plan) -> None:
     assert stand_ins.keys() <= set(SLOTS), f"{name}: memory() has stand-ins for {sorted(stand_ins)}, the slots are {SLOTS}"
     for key, value in spec.items():
         for size in value.values() if isinstance(value, dict) else [value]:
-            assert 0 <= size < math.inf, f"{name}: memory() sets {key} to {size}"
+            assert size is None or 0 <= size < math.inf, f"{name}: memory() sets {key} to {size}"
     check_alternatives_of(name, plan)
 
 
