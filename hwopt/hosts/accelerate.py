@@ -62,6 +62,14 @@ class Accelerator(accelerate.Accelerator):
         if model is None or self.hwopt_session is not None:
             return super().prepare(*objects, **named)
         session = self._session_for(model, objects)
+        try:
+            return self._prepare_with(session, model, objects, named)
+        except BaseException as error:
+            self.hwopt_session = None
+            session.close(error)
+            raise
+
+    def _prepare_with(self, session: Session, model: Any, objects: tuple[Any, ...], named: dict[str, Any]) -> Any:
         fitted = session.apply_to(model)
         optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
         if optimizer is not None:

@@ -7,7 +7,7 @@ how it adds up (`additive`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -76,6 +76,8 @@ def reward(trainer: Any, counted: bool) -> Additivity:
     return Additivity("rows", "the loss of RewardTrainer is a mean over pairs", pairs=True)
 
 
+WIDTH_ROPE = {"dynamic", "longrope"}
+"""Kinds of rotary positions whose frequencies change for the whole batch if its longest row exceeds the original context."""
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record CUDA graphs."""
 TRL: dict[str, Callable[[Any, bool], Additivity]] = {
@@ -158,12 +160,27 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             return f"{name} is a BatchNorm: its statistics are those of the batch"
+        if type(module).__name__ in ("_SpectralNorm", "SpectralNorm"):
+            return f"{name} is a spectral norm: each forward pass changes it"
     text = model.config.get_text_config() if hasattr(model, "config") else None
+    if found := WIDTH_ROPE & set(rope_types(getattr(text, "rope_parameters", None))):
+        return f"the positions of rope_type = {min(found)!r} depend on the longest row of the batch"
+    if getattr(text, "attention_type", None) == "block_sparse":
+        return "attention_type = 'block_sparse' depends on the width of the batch"
     if getattr(text, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         return "the load-balancing loss of the router is not a sum over samples"
     if getattr(args, "padding_free", False) or getattr(args, "packing", False):
         return "packed rows are one row of the batch"
     return ""
+
+
+def rope_types(parameters: Any) -> Iterator[str]:
+    """The kinds of rotary positions in the `rope_parameters` of a config, which may have a table for each kind of layer."""
+    if isinstance(parameters, Mapping):
+        if isinstance(kind := parameters.get("rope_type"), str):
+            yield kind
+        for value in parameters.values():
+            yield from rope_types(value)
 
 
 def shifts_labels(model: Any) -> bool:

@@ -27,6 +27,10 @@ HALVES = ("input_ids", "attention_mask", "completion_mask")
 """Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
 
 
+MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
+"""Starts of the keys that hold what the texts of a batch refer to. A row may refer to any number of them, also none."""
+
+
 @dataclass(frozen=True)
 class CollatedPart:
     inputs: dict[str, Any]
@@ -49,6 +53,8 @@ def width_of(batch: Batch) -> int:
 def rows_of(batch: Any) -> int | None:
     """The rows of `batch` if every value has one entry for each row; None if it cannot be sliced."""
     if not isinstance(batch, Mapping):
+        return None
+    if "input_ids" in batch and any(key.startswith(MEDIA) for key in batch):
         return None
     counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
     return counts.pop() if len(counts) == 1 and -1 not in counts else None

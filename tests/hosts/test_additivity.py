@@ -90,6 +90,38 @@ def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
     assert additivity_of(trainer, True).law is None
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+            "rope_type = 'dynamic' depend on the longest",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, ""),
+    ],
+)
+def test_positions_that_depend_on_the_longest_row_have_no_law(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    reset()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | SIZES | options))
+    found = additivity_of(Trainer(model=model, args=arguments(tmp_path)), True)
+    assert (found.law is None) == bool(reason)
+    assert reason in found.reason
+
+
+def test_spectral_norm_has_no_law(tmp_path: Path) -> None:
+    reset()
+    model = make("BertForSequenceClassification")
+    torch.nn.utils.parametrizations.spectral_norm(model.classifier)
+    assert "spectral norm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True).reason
+
+
+def test_images_of_texts_are_not_dealt_to_rows() -> None:
+    """Two rows and two images, both of the first row."""
+    ids = torch.tensor([[9, 9, 5, 6], [5, 6, 7, 0]])
+    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids, "pixel_values": torch.ones(2, 3, 4, 4)}
+    assert len(micro_batches([batch], "sum", cut_in_order, 1, 0)) == 1
+
+
 def test_columns_that_are_as_many_as_tokens_by_chance_are_kept() -> None:
     ids = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "features": torch.ones(2, 4), "labels": torch.zeros(2)}

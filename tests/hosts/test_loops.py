@@ -150,6 +150,17 @@ def test_accelerate_script_trains_the_same(split: bool, limit: int | None, capsy
     assert ("out of memory" in output) == (limit is not None)
 
 
+def test_plan_ends_with_a_prepare_that_fails() -> None:
+    reset()
+    accelerator = hwopt.Accelerator(profile="cpu", precision=False)
+    model = bert()
+    with pytest.raises(ValueError, match="device_placement"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()), device_placement=[True])
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert prepared is not None
+    accelerator.end_training()
+
+
 def test_optimizer_of_another_class_stays_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = hwopt.Accelerator(cpu=True, profile="cpu")
     model = bert()
