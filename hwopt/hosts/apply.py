@@ -110,6 +110,10 @@ def makes_another_model(fields: Container[str]) -> bool:
     return "final_steps" in fields and "loss" not in fields
 
 
+LOSS_WORDS = {"shift_labels", "ignore_index"}
+"""Arguments of `forward` that change the model's own loss: with one of them it computes that."""
+
+
 def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run: ScriptRun) -> None:
     """Let `model.forward` compute `loss_of`, the loss of `recipe`, in training, wherever it is called with labels."""
     plain = model.forward
@@ -117,7 +121,7 @@ def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run
 
     @functools.wraps(plain)
     def forward(*inputs: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
-        if labels is None or not model.training or named.get("return_dict") is False:
+        if labels is None or not model.training or named.get("return_dict") is False or LOSS_WORDS & named.keys():
             counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             return plain(*inputs, labels=labels, **counted, **named)
         for step in recipe.model_steps:

@@ -91,6 +91,7 @@ class OptimizedTrainer(Base):
         parents = type(self).__mro__[type(self).__mro__.index(OptimizedTrainer) + 1 :]
         given, settings = given_by_name(parents, positional, named), self._settings
         self._own_args = given.get("args") or default_arguments(type(self), given.get("model"))
+        self._args_seen = dict(vars(self._own_args))
         args = copy.copy(self._own_args)
         model = given.get("model")
         if model is None and given.get("model_init") is None:
@@ -178,6 +179,7 @@ class OptimizedTrainer(Base):
 
     def train(self, *positional: Any, **named: Any) -> Any:
         run = self._run
+        self._take_over_arguments()
         with run.process():
             try:
                 return super().train(*positional, **named)
@@ -189,6 +191,14 @@ class OptimizedTrainer(Base):
                 if self._split.is_split and (line := run.token_line()):
                     run.say(line)
                 run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
+
+    def _take_over_arguments(self) -> None:
+        """Set what the script changed in its arguments since the Trainer was made: it holds the same object otherwise."""
+        now = vars(self._own_args)
+        for name, value in now.items():
+            if value is not self._args_seen.get(name):
+                setattr(self.args, name, value)
+        self._args_seen = dict(now)
 
     def _save(self, *positional: Any, **named: Any) -> None:
         changed, self.args = self.args, self._own_args

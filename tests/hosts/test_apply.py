@@ -50,6 +50,14 @@ def labels_in(batch: dict[str, Any]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
+def test_labels_that_the_script_has_shifted_are_those_of_the_loss() -> None:
+    model, batch = llama(), padded(rows()[:4], classes=False)
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100).roll(1, 0)
+    wanted = model(**batch).loss.item()
+    with hwopt.apply(model, ["fused_loss"], "cpu", **CHUNKS):
+        assert model(**batch).loss.item() == wanted
+
+
 def test_fused_loss_in_a_plain_trainer(tmp_path: Path) -> None:
     def steps(*plugins: str) -> Steps:
         reset()

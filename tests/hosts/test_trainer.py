@@ -331,6 +331,16 @@ def test_batch_that_is_not_split_and_does_not_fit_says_why(tmp_path: Path) -> No
         train(hwopt.optimized(Custom, "cpu", **SPLIT), tmp_path, limit=50)
 
 
+def test_arguments_that_the_script_changes_later_count(tmp_path: Path) -> None:
+    reset()
+    own = arguments(tmp_path)
+    trainer = optimized()(bert(), own, train_dataset=rows(16), data_collator=partial(padded, classes=True))
+    own.learning_rate, own.max_steps = 0.25, 1
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 0.25
+    assert trainer.state.global_step == 1
+
+
 def test_old_package_and_second_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         hwopt.session("cpu", bert(), rows=16),
