@@ -51,7 +51,8 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     )
 
 
-SAMPLES = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation", "max_rows")
+SAMPLES: tuple[str, ...] = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation")
+SAMPLES += ("max_rows", "eval_fraction", "max_length")
 """Keys of [data] that change what is trained. Whoever uses the written arguments loads the data himself."""
 
 
@@ -63,8 +64,12 @@ def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
         if said.get(key) not in given:
             yield f"left out task.{key}: no argument says it. The loss differs, unless your compute_loss_func does the same"
     for key in SAMPLES:
-        if key in data.model_fields_set and said.get(key) not in given:
+        if key in data.model_fields_set and said.get(key, key) not in given:
             yield f"left out data.{key} = {getattr(data, key)!r}: for your code that loads the data"
+    if (patience := plan.training.early_stopping_patience) is not None:
+        yield f"left out training.early_stopping_patience = {patience}: for transformers.EarlyStoppingCallback"
+    if data.eval is not None or data.eval_fraction is not None:
+        yield "left out the best weights, which hwopt keeps: set load_best_model_at_end, and save_strategy as eval_strategy"
 
 
 def argument_class(to: Literal["trainer", "trl"]) -> type[Any]:

@@ -90,6 +90,7 @@ def refuse_unsupported(plan: Plan) -> None:
         "data.messages: conversations are for --to trl": data.messages is not None,
         "data.eos_token: has no code": data.eos_token is not None,
         **{f"task.{key}: has no code": True for key in job.task.loss_changes if key != "label_smoothing"},
+        "training.early_stopping_patience: needs evaluation, which the script lacks": bool(plan.training.early_stopping_patience),
         "--world-size: the script is for one device": plan.world_size > 1,
     }
     if found := [reason for reason, unsupported in reasons.items() if unsupported]:

@@ -162,6 +162,8 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
             return f"{name} is a BatchNorm: its statistics are those of the batch"
         if type(module).__name__ in ("_SpectralNorm", "SpectralNorm"):
             return f"{name} is a spectral norm: each forward pass changes it"
+    if own := replaced_part(model):
+        return f"{own} of the model is yours"
     text = model.config.get_text_config() if hasattr(model, "config") else None
     if found := WIDTH_ROPE & set(rope_types(getattr(text, "rope_parameters", None))):
         return f"the positions of rope_type = {min(found)!r} depend on the longest row of the batch"
@@ -172,6 +174,24 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
     if getattr(args, "padding_free", False) or getattr(args, "packing", False):
         return "packed rows are one row of the batch"
     return ""
+
+
+def replaced_part(model: Any) -> str:
+    """The part of this model, apart from its class, that a script has replaced and that its loss depends on; "" for none."""
+    own = vars(model)
+    forward = own.get("_original_forward") or own.get("forward")  # Accelerate keeps the one that it wraps
+    while forward is not None and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    if forward is not None and not from_libraries(forward) and getattr(forward, "__func__", None) is not type(model).forward:
+        return "forward()"
+    loss = own.get("_loss_function")
+    if loss is not None and not from_libraries(loss):
+        return "loss_function"
+    return "a forward hook" if own.get("_forward_hooks") else ""
+
+
+def from_libraries(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").partition(".")[0] in ("transformers", "trl", "peft", "hwopt")
 
 
 def rope_types(parameters: Any) -> Iterator[str]:

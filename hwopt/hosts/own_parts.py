@@ -34,7 +34,7 @@ from hwopt.tasks.prepared import Prepared
 from hwopt.text import first_line, listing
 from hwopt.training.randomness import mix
 
-PROBED_ROWS = 4
+PROBED_ROWS = 8
 """Rows whose losses are compared with the loss of all of them before the training."""
 PADDING = "Pass a collate_fn that pads them to one length, such as transformers.DataCollatorWithPadding(tokenizer)"
 MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are not -100", "sum": "a sum over rows"}
@@ -240,7 +240,7 @@ class OwnTask(Task):
         if self.law == "sum":
             return loss, rows
         count = rows if self.law == "rows" else labels_in(targets, self.shifted)
-        return loss * count, count
+        return (loss * count if count else torch.nan_to_num(loss) * 0), count  # the mean over no label is not a number
 
     def training_loss(self, prepared: Prepared, device: Any) -> Any:
         return self.loss
@@ -257,7 +257,8 @@ class OwnTask(Task):
         dataset = self.train_store.dataset
         rows = min(PROBED_ROWS, len(dataset))
         with seeded(self.seed):
-            batch = collated(self.collate_fn, [dataset[index] for index in range(rows)])
+            spread = [number * (len(dataset) - 1) // max(1, rows - 1) for number in range(rows)]  # sorted data differ only so
+            batch = collated(self.collate_fn, [dataset[index] for index in spread])
         if additive == "labels" and "labels" not in batch:
             raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
         if self.own_loss is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, TrainingArguments
 
+from hwopt.errors import InputError
 from hwopt.export.arguments import SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
@@ -16,6 +17,7 @@ from hwopt.hosts.limits import TRAINER_LACKS
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.trainer import described_model
 from hwopt.planning.plan import Plan
+from hwopt.text import listing, nearest
 
 ARGUMENTS_LACK = TRAINER_LACKS | {
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
@@ -74,10 +76,18 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     return lambda parameters, **defaults: make(with_defaults(parameters, defaults))
 
 
+DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Those of torch's AdamW."""
+
+
 def with_defaults(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Groups of an optimizer from parameters or groups; lr, betas, eps and weight_decay are torch's unless given."""
     groups = list(parameters)
-    if not groups or not isinstance(groups[0], dict):
+    if not groups:
+        raise InputError("the optimizer got no parameters; an iterator such as model.parameters() can be read once only")
+    if unknown := defaults.keys() - DEFAULTS.keys():
+        name, known = min(unknown), list(DEFAULTS)
+        raise InputError(f"the optimizer takes no argument {name!r}.{nearest(name, known)} It takes: {listing(known)}")
+    if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    common = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, **defaults}
-    return [common | group for group in groups]
+    return [{**DEFAULTS, **defaults, **group} for group in groups]

@@ -61,9 +61,14 @@ class Session:
 
     def optimizer(self, parameters: Any, **defaults: Any) -> Any:
         """The plan's optimizer over parameters or groups. `defaults` (lr, betas, eps, weight_decay): torch's unless given."""
+        self._refuse_unentered()
         made = (self.run.recipe.optimizer or torch.optim.AdamW)(with_defaults(parameters, defaults))
         self.follow(made)
         return made
+
+    def _refuse_unentered(self) -> None:
+        if self.run.inner_model is None:
+            raise InputError("the plan is not applied yet: use `with hwopt.session(…) as session:`")
 
     def follow(self, optimizer: Any) -> None:
         """Count the steps of `optimizer`."""
@@ -74,6 +79,9 @@ class Session:
 
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` by length; each loss is to be multiplied by its `weight`. The whole batch without `additive`."""
+        self._refuse_unentered()
+        if self.additive == "labels" and "labels" not in batch:
+            raise InputError('additive = "labels": the batch has no "labels"')
         if not self.additive:
             parts = [CollatedPart(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
         else:

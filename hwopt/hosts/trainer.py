@@ -141,11 +141,13 @@ class OptimizedTrainer(Base):
             args = self.args
             common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             groups = [
-                common | {"params": [p for name, p in trained if (name in decays) is decay], "weight_decay": rate}
+                {"params": [p for name, p in trained if (name in decays) is decay], "weight_decay": rate}
                 for decay, rate in ((True, args.weight_decay), (False, 0.0))
             ]
+            words = self.get_optimizer_cls_and_kwargs(args, module)[1]
+            groups = words.get("optimizer_dict", groups)  # sentence-transformers: with the weights of the loss
             make = recipe.optimizer or torch.optim.AdamW
-            optimizer = make([group for group in groups if group["params"]])
+            optimizer = make([common | group for group in groups if group["params"]])
             for wrap in recipe.optimizer_wraps:
                 optimizer = wrap(optimizer, self._run)
             self.optimizer = optimizer
@@ -180,6 +182,8 @@ class OptimizedTrainer(Base):
     def train(self, *positional: Any, **named: Any) -> Any:
         run = self._run
         self._take_over_arguments()
+        run.error = None
+        run.steps.clear()
         with run.process():
             try:
                 return super().train(*positional, **named)

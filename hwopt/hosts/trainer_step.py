@@ -179,7 +179,8 @@ class TrainerStep:
                 self.weight = part.weight
                 last = number == len(parts) - 1
                 with nullcontext() if last else self.trainer.accelerator.no_sync(model=model):
-                    total = total + compute(sent(part.inputs, self.run.device), count)
+                    loss = compute(sent(part.inputs, self.run.device), count)
+                    total = total + (loss if part.weight else 0.0)  # the mean over no label is not a number
         finally:
             self.weight = 1.0
         return total

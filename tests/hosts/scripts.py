@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -110,7 +110,7 @@ def train(
 
 def reset() -> None:
     """Forget the precision and the ranks of the Accelerator before: a script has a process of its own."""
-    for state in (AcceleratorState, PartialState):
+    for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 

@@ -115,6 +115,22 @@ def test_spectral_norm_has_no_law(tmp_path: Path) -> None:
     assert "spectral norm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True).reason
 
 
+@pytest.mark.parametrize("part", ["forward", "loss_function", "hook"])
+def test_parts_of_a_model_that_a_script_replaces_have_no_law(part: str, tmp_path: Path) -> None:
+    reset()
+    model = make("BertForSequenceClassification")
+    trainer = Trainer(model=model, args=arguments(tmp_path))
+    assert additivity_of(trainer, False).law == "rows"
+    if part == "forward":
+        plain = model.forward
+        model.forward = lambda *inputs, **named: plain(*inputs, **named)
+    elif part == "loss_function":
+        model.loss_function = torch.nn.functional.cross_entropy
+    else:
+        model.register_forward_hook(lambda *values: None)
+    assert additivity_of(trainer, False).law is None
+
+
 def test_images_of_texts_are_not_dealt_to_rows() -> None:
     """Two rows and two images, both of the first row."""
     ids = torch.tensor([[9, 9, 5, 6], [5, 6, 7, 0]])

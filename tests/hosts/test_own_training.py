@@ -145,14 +145,14 @@ def test_resumed_run_draws_the_same_random_rows_and_dropout(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"additive": None}, InputError, "Say additive = 'rows' .* 4 rows of your data agree with 'rows'"),
-        ({"additive": "sum"}, InputError, "'sum' .a sum over rows. is wrong for 4 rows of your data"),
-        ({"loss": lambda outputs, batch: mean(outputs, batch) ** 2}, InputError, "is wrong for 4 rows"),
+        ({"additive": None}, InputError, "Say additive = 'rows' .* 8 rows of your data agree with 'rows'"),
+        ({"additive": "sum"}, InputError, "'sum' .a sum over rows. is wrong for 8 rows of your data"),
+        ({"loss": lambda outputs, batch: mean(outputs, batch) ** 2}, InputError, "is wrong for 8 rows"),
         ({"model": Normed()}, InputError, "whose statistics depend on"),
         ({"model": torch.nn.DataParallel(Net())}, InputError, "wrapped in DataParallel"),
         ({"collate_fn": lambda rows: [row["x"] for row in rows]}, DataError, "expected a dict of tensors"),
         ({"train_dataset": [{"x": torch.ones(number)} for number in range(1, 9)]}, DataError, "unequal size. Pass a collate_fn"),
-        ({"train_dataset": [{"x": [1.0] * 8}] * 8}, DataError, "an entry for each of 4 rows.* Pass a collate_fn that pads"),
+        ({"train_dataset": [{"x": [1.0] * 8}] * 8}, DataError, "an entry for each of 8 rows.* Pass a collate_fn that pads"),
         ({"train_dataset": iter(())}, InputError, "needs __len__ and __getitem__"),
     ],
 )

@@ -20,6 +20,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -27,7 +28,7 @@ import hwopt
 from hwopt.errors import DoesNotFitError, InputError, PluginError
 from hwopt.hosts.additivity import additivity_of
 from hwopt.hosts.arguments import own_words
-from hwopt.hosts.limits import lacks_of
+from hwopt.hosts.limits import lacks_of, overridden
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -329,6 +330,56 @@ def test_in_batch_negatives_of_sentence_transformers_stay_whole(tmp_path: Path, 
 def test_batch_that_is_not_split_and_does_not_fit_says_why(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match="it is not split: Custom computes a loss of its own. Lower per_device"):
         train(hwopt.optimized(Custom, "cpu", **SPLIT), tmp_path, limit=50)
+
+
+def test_batch_without_a_label_leaves_the_logged_loss(tmp_path: Path) -> None:
+    """The Trainer leaves a loss that is not a number out of what it logs; the other batches of the step count."""
+    reset()
+    data = [row | {"label": -100 if number % 16 < 8 else row["label"]} for number, row in enumerate(rows(32))]
+    own, collator = arguments(tmp_path, max_steps=2), partial(padded, classes=True)
+    trainer = optimized()(bert(), own, train_dataset=data, data_collator=collator)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
+    trainer.train()
+    assert all(entry["loss"] > 0.1 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_second_training_forgets_the_error_of_the_first(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            raise ValueError("not now")
+
+    reset()
+    own = arguments(tmp_path, max_steps=1)
+    trainer = optimized()(bert(), own, train_dataset=rows(16), data_collator=partial(padded, classes=True), callbacks=[Fails()])
+    with pytest.raises(ValueError, match="not now"):
+        trainer.train()
+    trainer.remove_callback(Fails)
+    trainer.train()
+    assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 0
+
+
+def test_weights_of_a_loss_of_sentence_transformers_are_trained(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformerTrainer
+
+    assert overridden(SentenceTransformerTrainer, ("get_optimizer_cls_and_kwargs",)) == ""
+
+    class WithLoss(Trainer):
+        """As that of sentence-transformers: the optimizer gets the weights of the loss too."""
+
+        __module__ = "sentence_transformers.trainer"
+
+        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+            cls, words = super().get_optimizer_cls_and_kwargs(args, model)
+            return cls, words | {"optimizer_dict": [{"params": [*model.parameters(), extra], "weight_decay": 0.0}]}
+
+    reset()
+    extra = torch.nn.Parameter(torch.ones(3))
+    trainer = hwopt.optimized(WithLoss, "cpu", **SPLIT)(
+        bert(), arguments(tmp_path, max_steps=1), train_dataset=rows(16), data_collator=partial(padded, classes=True)
+    )
+    trainer.train()
+    trained = [each for group in trainer.optimizer.param_groups for each in group["params"]]
+    assert any(each is extra for each in trained)
 
 
 def test_arguments_that_the_script_changes_later_count(tmp_path: Path) -> None:
