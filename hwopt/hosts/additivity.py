@@ -180,8 +180,6 @@ def replaced_part(model: Any) -> str:
     """The part of this model, apart from its class, that a script has replaced and that its loss depends on; "" for none."""
     own = vars(model)
     forward = own.get("_original_forward") or own.get("forward")  # Accelerate keeps the one that it wraps
-    while forward is not None and hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
     if forward is not None and not from_libraries(forward) and getattr(forward, "__func__", None) is not type(model).forward:
         return "forward()"
     loss = own.get("_loss_function")
@@ -191,7 +189,9 @@ def replaced_part(model: Any) -> str:
 
 
 def from_libraries(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "").partition(".")[0] in ("transformers", "trl", "peft", "hwopt")
+    """Whether the code of `function` is a library's. `functools.wraps` gives a script's function their `__module__`."""
+    where = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
+    return where.partition(".")[0] in ("transformers", "trl", "peft", "hwopt")
 
 
 def rope_types(parameters: Any) -> Iterator[str]:

@@ -279,7 +279,7 @@ class OwnTask(Task):
             losses = [loss_of(part) for part in parts]
         self.model.train(training)
         labels = [labels_in(part, self.shifted) for part in parts] if "labels" in batch else [1] * rows
-        weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True)) / (sum(labels) or 1)
+        weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True) if count) / (sum(labels) or 1)
         expected = {"rows": sum(losses) / rows, "labels": weighted, "sum": sum(losses)}
         near = [law for law in LAWS if abs(expected[law] - whole) <= 1e-3 * abs(whole) + 1e-6]
         if additive is None:

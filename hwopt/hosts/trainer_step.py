@@ -173,17 +173,18 @@ class TrainerStep:
         return total
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
-        total: Any = 0.0
+        counted: list[Any] = []
         try:
             for number, part in enumerate(parts):
                 self.weight = part.weight
                 last = number == len(parts) - 1
                 with nullcontext() if last else self.trainer.accelerator.no_sync(model=model):
                     loss = compute(sent(part.inputs, self.run.device), count)
-                    total = total + (loss if part.weight else 0.0)  # the mean over no label is not a number
+                    if part.weight:  # the mean over no label is not a number
+                        counted.append(loss)
         finally:
             self.weight = 1.0
-        return total
+        return sum(counted) if counted else loss
 
     def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:
         """Log for each batch of the step what TRL logged for each micro-batch; `before`: its counters before the step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_parts_of_a_model_that_a_script_replaces_have_no_law(part: str, tmp_path
     assert additivity_of(trainer, False).law == "rows"
     if part == "forward":
         plain = model.forward
-        model.forward = lambda *inputs, **named: plain(*inputs, **named)
+        model.forward = functools.wraps(plain)(lambda *inputs, **named: plain(*inputs, **named))
     elif part == "loss_function":
         model.loss_function = torch.nn.functional.cross_entropy
     else:
