@@ -143,6 +143,9 @@ def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -
     own = [f"{key} = {kwargs[key]!r}" for key in kwargs if plan.recipe.author_of(f"model_kwargs[{key!r}]") == entry.author]
     if own:
         said.append(f"for from_pretrained (hwopt.model_kwargs): {', '.join(own)}")
+    wrote = [key for key in plan.recipe.training if plan.recipe.author_of(f"training[{key!r}]") == entry.author]
+    if wrote:
+        said.append(f"{', '.join(wrote)} is among the arguments")
     status = entry.decision if said else "left out"
     return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it. hwopt.optimized applies it'}"
 
