@@ -231,6 +231,7 @@ ALTERNATIVES = (
     {("model", "name"), ("model", "config")},
     {("data", "eval"), ("data", "eval_fraction")},
     {("training", "warmup_ratio"), ("training", "warmup_steps")},
+    {("training", "max_steps"), ("training", "num_train_epochs")},
 )
 """Keys that exclude each other: one that `--set` gives replaces the other one of the file."""
 

@@ -10,7 +10,7 @@ from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.hwopt_files import job_view, profile_view
 from hwopt.configs.python_file import from_python
 from hwopt.configs.source_file import Entry, SourceFile, from_json, from_toml, from_yaml
-from hwopt.configs.view import TOOL_NAMES, Tool, View
+from hwopt.configs.view import TOOL_NAMES, ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS, FORMER_NAMES, word_of
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
@@ -74,6 +74,10 @@ def hwopt_tool(source: SourceFile) -> Tool:
     )
 
 
+SFT_WORDS = {"dataset_text_field", "assistant_only_loss", "completion_only_loss", "packing", "eval_packing"}
+"""Arguments that only TRL's SFTConfig has: the file trains a causal language model."""
+
+
 def trainer_view(source: SourceFile, recognised_by: str) -> View:
     """TrainingArguments of any version of transformers, flat, nested by Hydra, or of a script; and names of common scripts."""
     view = View(source, "transformers", recognised_by, lambda word: spelled(word, source))
@@ -87,6 +91,9 @@ def trainer_view(source: SourceFile, recognised_by: str) -> View:
             view.add("group_by_length", entry, entry.value == "group_by_length")
         else:
             view.add(word, entry)
+    if source.entries and ("SFTConfig" in source.calls or SFT_WORDS & {entry.path[-1] for entry in source.entries}):
+        first = source.entries[0]
+        view.imply("task", "causal-lm", ConfigSetting(first.path, first.value, first.line, first.place))
     return view
 
 

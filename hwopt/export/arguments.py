@@ -28,6 +28,8 @@ STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 
 def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     """The text of a Python module with `arguments` and the keywords of `from_pretrained`."""
+    if to == "trl" and not plan.context.task.decoder:
+        raise InputError(f"--to trl: SFTConfig trains task.kind = 'causal-lm', found {plan.job.task.kind!r}; use --to trainer")
     into = argument_class(to)
     fields = {field.name for field in dataclasses.fields(into) if field.init}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"

@@ -62,6 +62,8 @@ class ModelBuilder:
                 **model_kwargs,
             )
         )
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.use_cache = True  # of a new model it is that of `config`
         self.fit_model(model, prepared)
         refuse_batch_statistics(model)
         return cast("torch.nn.Module", model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import text_of
+from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
@@ -120,6 +121,8 @@ def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] |
     """(column, delimiter) of the first of `names` in which a fifth of the cells has several labels of up to 40 letters."""
     for name in names:
         cells = [value for value in table[name].slice(0, 2_000).to_pylist() if isinstance(value, str)]
+        if numbers_of(cells):  # "0,5" is a number with a decimal comma
+            continue
         for mark in DELIMITERS:
             parts = [part.strip() for cell in cells for part in cell.split(mark)]
             several = sum(mark in cell for cell in cells)

@@ -122,6 +122,11 @@ def test_wrong_assignment_is_refused(text: str) -> None:
         make_job(parse_toml(GOOD, "job.toml"), [text])
 
 
+def test_epochs_that_are_asked_for_replace_the_steps_of_the_file() -> None:
+    job = make_job(parse_toml(GOOD + b"\n[training]\nmax_steps = 9\n", "job.toml"), ["training.num_train_epochs=1"]).job
+    assert (job.training.max_steps, job.training.num_train_epochs) == (None, 1)
+
+
 @pytest.mark.parametrize(
     "extra",
     [

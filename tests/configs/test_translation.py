@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "plugins.pack.enabled": True,
         "plugins.batch.effective_tokens": 8 * 2 * 512,
         "data.max_length": 512,
+        "task.kind": "causal-lm",
     },
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {

@@ -159,6 +159,11 @@ def test_arguments_of_trl_train_the_answers_of_a_chat_only(tmp_path: Path) -> No
     assert "left out data.messages = 'turns'" in text
 
 
+def test_arguments_of_trl_are_for_causal_language_models(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--to trl: .*'text-classification'; use --to trainer"):
+        exported(plan_for(tiny_profile(), tiny_job(tmp_path)), "trl")
+
+
 def test_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["export", "--profile", "t4_16gb", "--to", "trainer", "--hardware", "profile"]) == 0
