@@ -28,8 +28,6 @@ STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 
 def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     """The text of a Python module with `arguments` and the keywords of `from_pretrained`."""
-    if to == "trl" and not plan.context.task.decoder:
-        raise InputError(f"--to trl: SFTConfig trains task.kind = 'causal-lm', found {plan.job.task.kind!r}; use --to trainer")
     into = argument_class(to)
     fields = {field.name for field in dataclasses.fields(into) if field.init}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
@@ -42,6 +40,8 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
     lines += [f"left out {key} of from_pretrained: {value!r}" for key, value in kwargs.items() if key not in plain]
     lines += left_out(plan, given)
+    if to == "trl" and not plan.context.task.decoder:
+        lines.append(f"left out task.kind = {plan.job.task.kind!r}: SFTConfig is for causal language models; see --to trainer")
     if to == "trl" and plain:
         given["model_init_kwargs"] = plain
     arguments = "".join(f"    {key}={pformat(value, width=80)},\n" for key, value in given.items())
