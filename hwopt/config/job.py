@@ -233,7 +233,7 @@ ALTERNATIVES = (
     {("training", "warmup_ratio"), ("training", "warmup_steps")},
     {("training", "max_steps"), ("training", "num_train_epochs")},
 )
-"""Keys that exclude each other: one that `--set` gives replaces the other one of the file."""
+"""Keys of which one is used: one that `--set` gives replaces the other one of the file."""
 
 
 def without_alternatives(document: Document, assignments: Sequence[str]) -> Document:

@@ -55,7 +55,7 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
 
 SAMPLES: tuple[str, ...] = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation")
 SAMPLES += ("max_rows", "eval_fraction", "max_length")
-"""Keys of [data] that change what is trained. Whoever uses the written arguments loads the data himself."""
+"""Keys of [data] that change what is trained. The user's own code loads the data."""
 
 
 def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:

@@ -160,7 +160,8 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             return f"{name} is a BatchNorm: its statistics are those of the batch"
-        if type(module).__name__ in ("_SpectralNorm", "SpectralNorm"):
+        # torch has two: a module of parametrizations, and a hook
+        if any(type(each).__name__.endswith("SpectralNorm") for each in (module, *module._forward_pre_hooks.values())):
             return f"{name} is a spectral norm: each forward pass changes it"
     if own := replaced_part(model):
         return f"{own} of the model is yours"
@@ -179,7 +180,7 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
 def replaced_part(model: Any) -> str:
     """The part of this model, apart from its class, that a script has replaced and that its loss depends on; "" for none."""
     own = vars(model)
-    forward = own.get("_original_forward") or own.get("forward")  # Accelerate keeps the one that it wraps
+    forward = next((own[name] for name in ("_old_forward", "_original_forward", "forward") if name in own), None)  # Accelerate's
     if forward is not None and not from_libraries(forward) and getattr(forward, "__func__", None) is not type(model).forward:
         return "forward()"
     loss = own.get("_loss_function")

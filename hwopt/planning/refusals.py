@@ -16,17 +16,12 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import CAPABILITIES
 
 
-def refuse(plan: Plan, written: Written, strict: bool) -> None:
-    """Raise PluginError or InputError if plugins of the plan contradict each other or cannot train its job.
-
-    With `strict` for every fallback, skip and note too.
-    """
+def refuse(plan: Plan, written: Written) -> None:
+    """Raise PluginError or InputError if plugins of the plan contradict each other or cannot train its job."""
     refuse_conflicts(written)
     refuse_replaced_loss(plan, written.parts)
     refuse_lacking_engine(plan, written.parts)
     refuse_split_router_loss(plan, written.parts)
-    if strict:
-        refuse_changes(plan)
 
 
 def refuse_conflicts(written: Written) -> None:
@@ -130,8 +125,8 @@ ROUTER = {"cut": "splits a step by length", "collate": "packs the rows of a step
 """Slot of the recipe -> what a plugin that writes it does to the load-balancing loss."""
 
 
-def refuse_changes(plan: Plan) -> None:
-    """Raise PluginError for every fallback, skip and note, as `--strict` requires.
+def refuse_changes(plan: Plan, notes: Sequence[str]) -> None:
+    """Raise PluginError for every fallback and skip, and for `notes`, as `--strict` requires.
 
     A plugin that yields (`Relations.yields`) may be skipped if the user did not name it.
     """
@@ -140,6 +135,6 @@ def refuse_changes(plan: Plan) -> None:
         yielded = entry.decision == "skip" and entry.plugin.relations.yields and entry.name not in plan.profile.chosen
         if entry.decision != "apply" and not entry.replaced and not yielded:  # a replaced plugin is skipped on request
             problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
-    for note in plan.notes:
+    for note in notes:
         problems.add(f"--strict: {note}")
     problems.raise_if_any(PluginError)

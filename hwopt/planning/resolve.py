@@ -18,7 +18,7 @@ from hwopt.planning.decisions import decide, oom_plugins
 from hwopt.planning.parts import write
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import provenance_of, refuse_long_samples, under_job, with_recipe
-from hwopt.planning.refusals import refuse
+from hwopt.planning.refusals import refuse, refuse_changes
 from hwopt.plugin import Context
 from hwopt.plugin.batch_sizes import KEYS, BatchSizes
 from hwopt.plugin.recipe import Recipe
@@ -80,7 +80,9 @@ def resolve(
         job_name=job_file.document.name,
         oom_plugins=helping,
     )
-    refuse(plan, written, strict)
+    refuse(plan, written)
+    if strict:
+        refuse_changes(plan, notes)
     return plan
 
 

@@ -109,10 +109,12 @@ def test_positions_that_depend_on_the_longest_row_have_no_law(options: dict[str,
     assert reason in found.reason
 
 
-def test_spectral_norm_has_no_law(tmp_path: Path) -> None:
+@pytest.mark.parametrize("norm", [torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated:FutureWarning")
+def test_spectral_norm_has_no_law(norm: Any, tmp_path: Path) -> None:
     reset()
     model = make("BertForSequenceClassification")
-    torch.nn.utils.parametrizations.spectral_norm(model.classifier)
+    norm(model.classifier)
     assert "spectral norm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True).reason
 
 
