@@ -28,6 +28,8 @@ from hwopt.errors import PluginError
 MIN_PARAMETERS = 500_000_000
 """An installed profile's adapter is skipped for smaller models."""
 
+NAMED_MODULES = {"all-linear": "all-linear", "default": None}
+"""Value of `target_modules` that is not a list -> PEFT's value."""
 CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
 """PEFT's task types of classifiers: of texts, words and images."""
 TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
@@ -69,7 +71,7 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
         use_dora=options.kind == "dora",
         use_rslora=options.use_rslora,
         init_lora_weights=options.init_lora_weights,
-        target_modules=modules if isinstance(modules, str) else list(modules),
+        target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
         exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
         layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
         task_type=task,
@@ -119,10 +121,10 @@ def save_and_merge(model: Any, run: hw.RunView) -> Any:
 
 
 def modules_for(option: str) -> hw.Alias:
-    """The alias of `option` for modules of another tool: a list, "all-linear", or names with commas."""
+    """The alias of `option` for modules of another tool: a list, a word of NAMED_MODULES, or names with commas."""
 
     def translated(value: Any) -> Mapping[str, Any]:
-        if isinstance(value, str) and value != "all-linear":
+        if isinstance(value, str) and value not in NAMED_MODULES:
             value = [name.strip() for name in value.split(",")]
         return {} if value is None else {option: value}
 
@@ -152,8 +154,8 @@ class Adapter(hw.Plugin):
         kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
         r: int = Field(default=16, gt=0, description="Rank of the low-rank matrices.")
         lora_alpha: int = Field(default=32, gt=0, description="Scale of the adapter: lora_alpha / r.")
-        target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-            default="all-linear", description="Names of the modules to adapt."
+        target_modules: Literal["all-linear", "default"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+            default="all-linear", description="Names of the modules to adapt; default: PEFT's for the model's type."
         )
         lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
         use_rslora: bool = Field(
@@ -172,7 +174,7 @@ class Adapter(hw.Plugin):
 
         @model_validator(mode="after")
         def require_names_for_layers(self) -> Adapter.Options:
-            if self.layers_to_transform is not None and self.target_modules == "all-linear":
+            if self.layers_to_transform is not None and isinstance(self.target_modules, str):
                 raise ValueError('layers_to_transform needs the names of modules: target_modules = ["q_proj", "v_proj"]')
             return self
 
@@ -181,6 +183,12 @@ class Adapter(hw.Plugin):
     def probe(self, context: hw.Context) -> hw.Decision:
         if not context.has("peft"):
             return hw.Decision.skip("peft is not installed")
+        if context.job.model.chooses_weights:
+            if self.name in context.chosen:
+                raise PluginError(
+                    "model.freeze and model.train_only say which weights are trained, and so does an adapter; remove one"
+                )
+            return hw.Decision.skip("model.freeze or model.train_only says which weights are trained")
         count = context.model.parameters
         size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
         if count < MIN_PARAMETERS and not self.options.always and self.name not in context.chosen:

@@ -17,7 +17,7 @@ from hwopt.config.job_model import Model
 from hwopt.config.job_paths import with_paths_from
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
-from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple, frozen
+from hwopt.config.job_values import Columns, Encoding, FrozenDict, Table, Texts, as_tuple, frozen
 from hwopt.config.task_kinds import kinds_that_read, task_class, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml, with_assignments
 from hwopt.config.validation import validate
@@ -25,12 +25,16 @@ from hwopt.errors import InputError
 from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest, truncate
 
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")]
+
 
 class Data(Table):
     train: TrainingSources
     """csv, tsv, jsonl, json, parquet or txt file, a glob, a `datasets` folder, or a hub name; a list of them; or a mixture."""
     eval: Sources | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    more_eval: Annotated[dict[PartName, Sources], AfterValidator(FrozenDict)] = Field(default_factory=FrozenDict)
+    """Name -> further data, evaluated after `eval` and logged as eval_NAME_…."""
     test: Sources | None = None
     """Evaluated once, at the end, with the weights of `final/`."""
     split: str | None = None
@@ -87,6 +91,8 @@ class Data(Table):
     def _consistent(self) -> Data:
         if self.eval is not None and self.eval_fraction is not None:
             raise ValueError("eval and eval_fraction exclude each other")
+        if self.more_eval and (self.eval or self.eval_split or self.eval_fraction) is None:
+            raise ValueError("more_eval needs eval or eval_fraction, the data that decides which weights are the best")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt and completion go together")
         if self.messages is not None and self.prompt is not None:
@@ -96,6 +102,13 @@ class Data(Table):
         if self.streaming and self.max_rows is None:
             raise ValueError("streaming needs max_rows = N: hwopt stores the tokens of all rows that it reads")
         return self
+
+    @property
+    def held_out(self) -> dict[str, tuple[Sources, str | None]]:
+        """Name of each part with a source of its own beside the training data -> (source, split)."""
+        parts = {"eval": (self.eval, self.eval_split), "test": (self.test, self.test_split)}
+        parts |= {f"eval_{name}": (sources, self.eval_split) for name, sources in self.more_eval.items()}
+        return {part: (sources, split) for part, (sources, split) in parts.items() if sources is not None}
 
 
 def _class_weights(value: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hwopt.config.job_values import FrozenDict, Source, Table
+from hwopt.config.job_values import FrozenDict, Source, Table, as_tuple
+
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
 
 
 class Model(Table):
@@ -19,6 +21,10 @@ class Model(Table):
     tokenizer: Source | None = None
     """A hub name or folder; default: the model's own, or one trained on the job's texts."""
     revision: str | None = None
+    freeze: Patterns = ()
+    """Names of modules or parameters that are not trained, with * for any text."""
+    train_only: Patterns = ()
+    """Names of modules or parameters; nothing else is trained."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Model:
@@ -26,7 +32,14 @@ class Model(Table):
             raise ValueError('give either name = "…" (trained weights) or config = { model_type = "…" } (random weights)')
         if self.name == "":
             raise ValueError("name is empty; give a hub name or a folder")
+        if self.freeze and self.train_only:
+            raise ValueError("freeze and train_only exclude each other")
         return self
+
+    @property
+    def chooses_weights(self) -> bool:
+        """Whether the job says which weights are trained."""
+        return bool(self.freeze or self.train_only)
 
     @property
     def label(self) -> str:

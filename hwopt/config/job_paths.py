@@ -11,7 +11,7 @@ from typing import Any
 from hwopt.config.toml import Document
 
 PATHS = {
-    "data": ("train", "eval", "test", "chat_template"),
+    "data": ("train", "eval", "test", "more_eval", "chat_template"),
     "model": ("name", "tokenizer"),
 }
 """Table -> its keys whose values may be paths."""
@@ -32,11 +32,12 @@ def with_paths_from(folder: Path, document: Document) -> Document:
 
 
 def from_folder(folder: Path, value: Any) -> Any:
-    """The value of a key of `PATHS`: a path, a list of paths, or a list of tables with a path."""
+    """The value of a key of `PATHS`: a path, a list of paths, a list of tables with a path, or a table of paths."""
     if isinstance(value, list):
         return [from_folder(folder, each) for each in value]
-    if isinstance(value, dict) and "path" in value:
-        return value | {"path": from_folder(folder, value["path"])}
+    if isinstance(value, dict):
+        paths = {"path"} & value.keys() or value.keys()
+        return value | {key: from_folder(folder, value[key]) for key in paths}
     if not isinstance(value, str) or not value or "\0" in value or os.path.isabs(os.path.expanduser(value)):
         return value
     there = os.path.join(folder, value)

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hwopt.config.job_values import Table
-from hwopt.text import truncate
+from hwopt.config.job_values import FrozenDict, Table
+from hwopt.text import listing, truncate
 
-Scheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+SCHEDULER_OPTIONS: Mapping[Scheduler, str] = {
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "cosine_with_min_lr": "min_lr min_lr_rate num_cycles",
+    "polynomial": "lr_end power",
+    "inverse_sqrt": "timescale",
+    "warmup_stable_decay": "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
+}
+"""Schedule -> the options that transformers has for it."""
+NEEDED_OPTIONS: Mapping[Scheduler, tuple[str, ...]] = {
+    "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Schedule -> the options of which it needs exactly one."""
 
 
 def _repository(name: str) -> str:
@@ -35,6 +60,8 @@ class Training(Table):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """0: no clipping."""
     lr_scheduler_type: Scheduler = "linear"
+    lr_scheduler_kwargs: Annotated[dict[str, int | float | str], AfterValidator(FrozenDict)] = Field(default_factory=FrozenDict)
+    """Options of the schedule, in transformers' words, such as { min_lr_rate = 0.1 }."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0)
     logging_steps: int = Field(default=10, ge=1)
@@ -76,4 +103,16 @@ class Training(Table):
             raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise ValueError("warmup_ratio and warmup_steps exclude each other")
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        given, schedule = self.lr_scheduler_kwargs, self.lr_scheduler_type
+        known = SCHEDULER_OPTIONS.get(schedule, "").split()
+        needed = NEEDED_OPTIONS.get(schedule, ())
+        if unknown := [key for key in given if key not in known]:
+            has = f"its options are {listing(known)}" if known else "it has no options"
+            raise ValueError(f"lr_scheduler_kwargs: {schedule} does not know {listing(unknown)}; {has}")
+        if needed and len([key for key in needed if key in given]) != 1:
+            others = "".join(f", or {key}" for key in needed[1:])
+            raise ValueError(f"{schedule} needs lr_scheduler_kwargs = {{ {needed[0]} = … }}{others}")

@@ -89,6 +89,16 @@ def dataset(word: str) -> Special:
     return take
 
 
+def min_rate(view: View, entry: Entry) -> None:
+    """The cosine schedule, axolotl's default, ends above 0."""
+    if all(each.value == "cosine" for each in view.source.entries if each.key == "lr_scheduler"):
+        view.add("lr_scheduler_kwargs.min_lr_rate", entry)
+        given = view.settings["lr_scheduler_kwargs"]
+        view.settings["lr_scheduler_type"] = replace(given, value="cosine_with_min_lr", word="lr_scheduler_type")
+    else:
+        view.leave(entry, "for the schedule cosine alone")
+
+
 def causal_lm(view: View) -> None:
     """Set the task that axolotl has unless the file says another."""
     model = view.settings.get("model_name_or_path")
@@ -106,6 +116,7 @@ AXOLOTL = Dialect(
         "optimizer": "optim",
         "sequence_len": "max_length",
         "sample_packing": "packing",
+        "cosine_min_lr_ratio": min_rate,
         "val_set_size": "eval_fraction",
         "adapter": ("use_peft", {"lora": True, "qlora": True}),
         "lora_modules_to_save": "modules_to_save",

@@ -13,8 +13,10 @@ from hwopt.config.aliases import INSTEAD, plugin_aliases
 from hwopt.config.job import Job
 from hwopt.config.toml import Document
 from hwopt.config.validation import validate
+from hwopt.configs.defaults import add_defaults
 from hwopt.configs.job_words import job_setting
 from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
+from hwopt.configs.words import SCHEDULE_OPTIONS
 from hwopt.errors import HwoptError, InputError
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
@@ -51,8 +53,6 @@ NOTES = {
     ("auto_find_batch_size", True): "transformers halves the batch and with it the rows of a step; hwopt keeps them",
 }
 """(word, value) -> what changes although the value is taken over."""
-PACKED_ROWS: Mapping[str, tuple[int, int]] = {"transformers": (8, 1024), "axolotl": (1, 512), "llama-factory": (8, 2048)}
-"""Tool -> (rows of a micro-batch, tokens of a packed row), its defaults; for transformers those of TRL's SFTConfig."""
 NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 """Table of a job -> the keys that it needs besides the one to check."""
 
@@ -60,8 +60,10 @@ NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 def translate(view: View, registry: Registry) -> Translation:
     """Return the settings of `view` in hwopt's words."""
     found = Translation(view)
+    add_defaults(view)
     found.left += count_in_tokens(view)
     options = Options(registry)
+    schedule = {word: view.value(word) for word in ("lr_scheduler_type", SCHEDULE_OPTIONS) if word in view}
     for setting in view.settings.values():
         if setting.reason:  # a guess, listed with what could not be read
             continue
@@ -73,7 +75,8 @@ def translate(view: View, registry: Registry) -> Translation:
                 result = without(INSTEAD.get(setting.word, "hwopt has no such setting"))
             elif not isinstance(result, Omitted):
                 (table, name), value = result
-                if why := problem(Job.model_fields[table].annotation, (table,), {**NEEDED.get(table, {}), name: value}):
+                needed = NEEDED.get(table, {}) | (schedule if name in schedule else {})
+                if why := problem(Job.model_fields[table].annotation, (table,), {**needed, name: value}):
                     result = without(why)
         except (HwoptError, TypeError, ValueError) as error:  # such as a list where a text belongs
             result = without(first_line(error))
@@ -92,9 +95,10 @@ def count_in_tokens(view: View) -> list[ConfigSetting]:
     """Give the step of a `view` with packing in tokens, and return the settings that count its packed rows."""
     if not view.is_on("packing"):
         return []
-    default_rows, default_length = PACKED_ROWS.get(view.tool, PACKED_ROWS["transformers"])
-    rows = view.effective_rows or default_rows * int(view.number("gradient_accumulation_steps") or 1) * view.ranks
-    tokens = rows * int(view.number("max_length") or default_length)
+    rows, length = view.effective_rows, view.number("max_length")
+    if rows is None or length is None:
+        return []
+    tokens = rows * int(length)
     view.imply("effective_tokens", tokens, view.settings["packing"])
     reason = f"counts packed rows: effective_tokens = {tokens} has the tokens of a step"
     words = ("gradient_accumulation_steps", "effective_batch_size")

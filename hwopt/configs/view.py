@@ -7,11 +7,12 @@ read it, and `hwopt import` translates it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from hwopt.configs.source_file import Entry, Language, SourceFile
-from hwopt.configs.words import NotReadable, typed
+from hwopt.configs.words import SCHEDULE_OPTIONS, NotReadable, number, typed
 
 Tool = Literal["transformers", "axolotl", "llama-factory", "accelerate", "deepspeed", "hwopt-profile", "hwopt-job"]
 TOOL_NAMES: Mapping[Tool, str] = {
@@ -94,6 +95,9 @@ class View:
         if entry.interpolated:
             self.leave(entry, "", word=word)
             return
+        if word.startswith(f"{SCHEDULE_OPTIONS}."):
+            self.add_schedule_option(word.removeprefix(f"{SCHEDULE_OPTIONS}."), entry)
+            return
         doubt = ""
         try:
             found = typed(word, entry.value if value is ... else value)
@@ -109,6 +113,14 @@ class View:
         else:
             former = tuple(before.value for before in self.source.replaced if before.path == entry.path)
             self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, former=former, reason=doubt)
+
+    def add_schedule_option(self, option: str, entry: Entry) -> None:
+        """Add `option` to those of the schedule, which are one setting."""
+        value = entry.value
+        with suppress(NotReadable):
+            value = number(option, value)
+        options = {**self.value(SCHEDULE_OPTIONS, {}), option: value}
+        self.settings[SCHEDULE_OPTIONS] = ConfigSetting(**vars(entry) | {"value": options}, word=SCHEDULE_OPTIONS)
 
     def imply(self, word: str, value: Any, by: ConfigSetting) -> None:
         """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""

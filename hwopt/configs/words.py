@@ -108,6 +108,8 @@ DEPRECATED_NAMES = {
 
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
 """Every word."""
+SCHEDULE_OPTIONS = "lr_scheduler_kwargs"
+"""The word with the options of the schedule, of which a file may give each by itself."""
 FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 LEADING_NUMBER = re.compile(r"\s*[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?")
 
@@ -124,7 +126,7 @@ def word_of(name: str) -> str | None:
     """The word for the key `name` of TrainingArguments or of a common script; None if there is none."""
     if name in SYNONYMS:
         return SYNONYMS[name]
-    return name if name in ARGUMENTS or name in FORMER_NAMES else None
+    return name if name in ARGUMENTS or name in FORMER_NAMES or name.startswith(f"{SCHEDULE_OPTIONS}.") else None
 
 
 def typed(word: str, value: Any) -> Any:

@@ -54,7 +54,7 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
 
 
 SAMPLES: tuple[str, ...] = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation")
-SAMPLES += ("max_rows", "eval_fraction", "max_length")
+SAMPLES += ("max_rows", "eval_fraction", "more_eval", "max_length")
 """Keys of [data] that change what is trained. The user's own code loads the data."""
 
 
@@ -65,6 +65,8 @@ def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
     for key in loss:
         if said.get(key) not in given:
             yield f"left out task.{key}: no argument says it. The loss differs, unless your compute_loss_func does the same"
+    if plan.job.model.chooses_weights:
+        yield "left out model.freeze and model.train_only: set requires_grad of your model's parameters"
     for key in SAMPLES:
         if key in data.model_fields_set and said.get(key, key) not in given:
             yield f"left out data.{key} = {getattr(data, key)!r}: for your code that loads the data"
@@ -177,6 +179,8 @@ def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any
     values = training.model_dump(exclude_none=True)
     if training.max_steps is not None:
         del values["num_train_epochs"]
+    if not training.lr_scheduler_kwargs:
+        del values["lr_scheduler_kwargs"]
     if not training.push_to_hub:
         del values["push_to_hub"], values["hub_private_repo"]
     if plan.hardware.device_type == "cpu":

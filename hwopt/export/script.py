@@ -74,6 +74,7 @@ def script_file(plan: Plan, cache: Path) -> str:
         words=dict.fromkeys(WORDS) | words,
         model_kwargs=model_kwargs(plan),
         warmup=share if training.warmup_steps is None else warmup_steps(training, 0),
+        schedule_options=dict(training.lr_scheduler_kwargs),
         smoothing=job.task.label_smoothing,
     )
 
@@ -89,6 +90,7 @@ def refuse_unsupported(plan: Plan) -> None:
         "data.eval_fraction: give the evaluation data as a file in data.eval": data.eval_fraction is not None,
         "data.messages: conversations are for --to trl": data.messages is not None,
         "data.eos_token: has no code": data.eos_token is not None,
+        "model.freeze and model.train_only: have no code": job.model.chooses_weights,
         **{f"task.{key}: has no code": True for key in job.task.loss_changes if key != "label_smoothing"},
         "training.early_stopping_patience: needs evaluation, which the script lacks": bool(plan.training.early_stopping_patience),
         "--world-size: the script is for one device": plan.world_size > 1,

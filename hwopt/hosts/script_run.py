@@ -123,6 +123,8 @@ class ScriptRun(PlannedRun):
         self.total_steps = 0
         self.began = False
         """Whether a step of this process has begun."""
+        self.step_batch: ScriptStep | None = None
+        """Known at the end of a step only."""
         self.last_step_batch: ScriptStep | None = None
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []

@@ -125,6 +125,10 @@ class RunView(Protocol):
         """Number of finished optimizer steps."""
 
     @property
+    def step_batch(self) -> Any:
+        """The StepBatch of the running step, or of the last one; None before the first one."""
+
+    @property
     def last_step_batch(self) -> Any:
         """The StepBatch of the last finished step; None before the first one."""
 

@@ -177,8 +177,7 @@ def progress_of(run: Run) -> str:
 
 def metric_texts(row: Row, prefix: str) -> list[str]:
     """The metrics of an evaluation, or of the test, without its speed."""
-    timing = (f"{prefix}_runtime", f"{prefix}_samples_per_second")
-    shown = [key for key in row if key.startswith(prefix) and key not in timing]
+    shown = [key for key in row if key.startswith(prefix) and not key.endswith(("_runtime", "_samples_per_second"))]
     return [f"{key.removeprefix(f'{prefix}_')} {row[key]:.4f}" for key in shown]
 
 

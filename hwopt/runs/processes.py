@@ -21,12 +21,11 @@ PROCESSES, METRICS = "processes.jsonl", "metrics.jsonl"
 def add_process(run: Run) -> None:
     """Append the line of this process. Raises OSError if it cannot be written."""
     prepared = run.prepared
-    stores = {part: store for part in ("train", "eval", "test") if (store := getattr(prepared, part)) is not None}
     add_line(
         run,
         samples=len(prepared.train),
         steps_per_epoch=run.steps_per_epoch,
-        data={part: store.folder.name for part, store in stores.items()},
+        data={part: store.folder.name for part, store in prepared.parts.items()},
         metric_directions=dict(run.task.metric_directions),
     )
 

@@ -100,7 +100,8 @@ def best_metric(run: SavableRun) -> tuple[str, bool]:
     """
     asked = run.training.metric_for_best_model
     name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
-    known = [f"eval_{metric}" for metric in run.task.metrics(run.prepared, run.device).compute()]
+    metrics = list(run.task.metrics(run.prepared, run.device).compute())
+    known = [f"eval_{part}{metric}" for part in ("", *(f"{name}_" for name in run.prepared.more_eval)) for metric in metrics]
     if name not in known:
         raise InputError(
             f"training.metric_for_best_model: this task has no metric {asked!r}.{nearest(name, known)} "
@@ -109,4 +110,5 @@ def best_metric(run: SavableRun) -> tuple[str, bool]:
     if asked and run.prepared.eval is None:
         raise InputError("training.metric_for_best_model needs evaluation data: set data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
-    return name, run.task.greater_is_better(name) if greater is None else greater
+    metric = max((metric for metric in metrics if name.endswith(f"_{metric}")), key=len)
+    return name, run.task.greater_is_better(metric) if greater is None else greater

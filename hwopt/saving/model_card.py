@@ -94,6 +94,7 @@ def data_rows(run: SavableRun) -> Iterator[tuple[str, str, str]]:
     for part, source, store in (
         ("training", data.train, prepared.train),
         ("evaluation", held_out, prepared.eval),
+        *((f"evaluation ({name})", data.more_eval[name], store) for name, store in prepared.more_eval.items()),
         ("test", data.test or data.test_split, prepared.test),
     ):
         if store is not None:

@@ -13,7 +13,7 @@ from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import encode
 from hwopt.tasks.base import Task
 from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
-from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.preparation import Encoding, described, token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.text import truncate
 
@@ -67,9 +67,8 @@ class LabelledTexts(Task):
         for part, rows in held_out.items():
             shared = [texts for texts in rows if str(texts) in known]
             if shared:
-                which = "evaluation" if part == "eval" else part
                 found.append(
-                    f"{len(shared):,} of {len(rows):,} {which} samples have a text that is also in the training data, such as "
-                    f"{truncate(shared[0][0])}: metrics on them do not show how the model does on new texts"
+                    f"{len(shared):,} of {len(rows):,} {described(part)} samples have a text that is also in the training data, "
+                    f"such as {truncate(shared[0][0])}: metrics on them do not show how the model does on new texts"
                 )
         return found

@@ -31,15 +31,15 @@ Encoding = tuple[dict[str, Any], Encoded, dict[str, Any]]
 
 
 def read_sources(job: Job) -> dict[str, Rows]:
-    """The rows of the job's parts that have a source of their own: train, eval and test."""
+    """The rows of the job's parts that have a source of their own: train, and what `Data.held_out` names."""
     data = job.data
     refuse_missing(data)
     options = read_options(data)
     found = {"train": read_all(data.train, data.split, options)}
-    for part, sources, split in (("eval", data.eval, data.eval_split), ("test", data.test, data.test_split)):
-        if sources is not None:
-            found[part] = read_all(sources, split, options)
-        elif split is not None:
+    for part, (sources, split) in data.held_out.items():
+        found[part] = read_all(sources, split, options)
+    for part, split in (("eval", data.eval_split), ("test", data.test_split)):
+        if split is not None and part not in found:
             found[part] = read_all(paths_of(data.train), split, options, f" [{split}]")
     return found
 
@@ -99,10 +99,21 @@ def mixture_of(store: TokenStore | ImageStore, places: Places) -> Mixture | None
     return mixture.take(np.delete(np.arange(len(places.numbers)), [sample for sample, _ in store.meta["left_out"]]))
 
 
+def described(part: str) -> str:
+    """A part of the data in a message: "evaluation" for "eval", "evaluation (hard)" for "eval_hard"."""
+    kind, _, name = part.partition("_")
+    return {"eval": "evaluation"}.get(kind, kind) + (f" ({name})" if name else "")
+
+
 def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
-    """The Prepared of the stores train, eval and test, with the padding token chosen, and notes about what was truncated."""
+    """The Prepared of the stores, with the padding token chosen, and notes about what was truncated."""
     prepared = Prepared(
-        stores["train"], stores.get("eval"), trained.tokenizer, trained.label_names or None, test=stores.get("test")
+        stores["train"],
+        stores.get("eval"),
+        trained.tokenizer,
+        trained.label_names or None,
+        test=stores.get("test"),
+        more_eval={name: stores[f"eval_{name}"] for name in trained.job.data.more_eval},
     )
     facts = trained.facts
     if facts.inputs == "tokens":
@@ -114,9 +125,8 @@ def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
         mixture.check()
         prepared.notes.extend(mixture.notes())
         prepared.warnings.extend(mixture.warnings())
-    parts = {"train": "", "eval": " of the evaluation data", "test": " of the test data"}
-    for part, which in parts.items():
-        meta = stores[part].meta if part in stores else {}
+    for part, store in stores.items():
+        meta, which = store.meta, "" if part == "train" else f" of the {described(part)} data"
         of = f"of {meta.get('samples', 0):,}"
         if cut := meta.get("cut"):
             prepared.notes.append(f"truncated {cut:,} {of} texts{which} to {meta['max_length']} tokens")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,6 +88,8 @@ class Prepared:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
     test: Store | None = None
+    more_eval: Mapping[str, Store] = field(default_factory=dict)
+    """Name -> further data for evaluation."""
     chat_tokens: ChatTokens = field(default_factory=ChatTokens)
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
@@ -106,7 +108,14 @@ class Prepared:
     @property
     def stores(self) -> list[Store]:
         """The stores that the job has: training, evaluation, test."""
-        return [store for store in (self.train, self.eval, self.test) if store is not None]
+        return list(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, Store]:
+        """Name of each part of the data that the job has -> its store."""
+        named = {"train": self.train, "eval": self.eval, "test": self.test}
+        named |= {f"eval_{name}": store for name, store in self.more_eval.items()}
+        return {name: store for name, store in named.items() if store is not None}
 
     def report_bad_rows(self, *sources: Rows | None) -> None:
         """Add the notes of `sources` to `notes`, and their bad rows to `warnings` and `bad_rows`."""

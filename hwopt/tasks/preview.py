@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwopt.errors import InputError
+from hwopt.tasks.preparation import described
 from hwopt.tasks.prepared import Prepared
 
 
@@ -69,7 +70,7 @@ def preview_sample(show: Callable[[Prepared, Mapping[str, Any]], Shown], prepare
     if not 1 <= sample <= len(store):
         raise InputError(f"--sample {sample}: the training data has {len(store):,} samples; give a number from 1 to {len(store)}")
     row = store.row(sample - 1)
-    held_out = {which: len(part) for which, part in (("evaluation", prepared.eval), ("test", prepared.test)) if part is not None}
+    held_out = {described(part): len(store) for part, store in prepared.parts.items() if part != "train"}
     return Preview(
         **vars(show(prepared, row)),
         sample=sample,

@@ -19,6 +19,7 @@ from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
+from hwopt.model.frozen import freeze
 from hwopt.model.packing import skip_packed_row_search
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
@@ -193,6 +194,8 @@ def adopt_model(run: Run, model: Any) -> None:
     recipe = run.recipe
     if run.plan.router_loss:
         model.config.get_text_config().output_router_logits = True  # the model then returns its load-balancing loss
+    if (keys := run.plan.job.model).chooses_weights:
+        run.say(freeze(model, keys.freeze, keys.train_only))
     if run.world_size > 1 and recipe.engine is None:
         broadcast_weights(model.to(run.device))  # before the model steps create masters and adapters
     for step in recipe.model_steps:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hwopt.data.batches.step_batch import StepBatch
+from hwopt.data.stores.store import Store
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
@@ -43,15 +44,24 @@ class Evaluation:
 
     def evaluate(self) -> Row | None:
         """Metrics over every evaluation sample; names begin with `eval_`. Returns None if a signal came meanwhile."""
-        return self._evaluate(self.run.eval_loader, "eval", len(self.run.prepared.eval or ()))
+        row = self._evaluate(self.run.eval_loader, "eval", len(self.run.prepared.eval or ()))
+        details = self.details
+        for name, store in self.run.prepared.more_eval.items():
+            further = None if row is None else self._evaluate_store(store, f"eval_{name}")
+            row = None if row is None or further is None else row | further
+        self.details = details
+        return row
 
     def test(self) -> Row | None:
         """Metrics over every test sample, with the current weights; names begin with `test_`. None if a signal came meanwhile."""
         store = self.run.prepared.test
         assert store is not None
+        return self._evaluate_store(store, "test")
+
+    def _evaluate_store(self, store: Store, prefix: str) -> Row | None:
         loader = evaluation_loader(self.run, store)
         try:
-            return self._evaluate(loader, "test", len(store))
+            return self._evaluate(loader, prefix, len(store))
         finally:
             end_workers(loader)
 

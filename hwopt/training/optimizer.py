@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hwopt.errors import PluginError
-from hwopt.text import listing
+from hwopt.errors import InputError, PluginError
+from hwopt.text import first_line, listing
 from hwopt.training.run import Run
 
 if TYPE_CHECKING:
@@ -119,7 +119,14 @@ def make_scheduler(run: Run) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(run.optimizer, partial(linear_factor, warmup, total))
     from transformers import get_scheduler
 
-    return get_scheduler(training.lr_scheduler_type, run.optimizer, warmup, total)
+    options = dict(training.lr_scheduler_kwargs)
+    if warmup + int(options.get("num_decay_steps", 0)) > total:
+        steps = f"{warmup} steps of warm-up and {options['num_decay_steps']} of decay"
+        raise InputError(f"training.lr_scheduler_kwargs: {steps} are more than the {total} of the run")
+    try:
+        return get_scheduler(training.lr_scheduler_type, run.optimizer, warmup, total, options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training.lr_scheduler_kwargs = {options}: {first_line(error)}") from error
 
 
 def linear_factor(warmup: int, total: int, step: int) -> float:

@@ -130,6 +130,11 @@ class Run(PlannedRun):
         return self.progress.step
 
     @property
+    def step_batch(self) -> StepBatch | None:
+        """The step batch of the running step, or of the last one."""
+        return self.progress.batch
+
+    @property
     def last_step_batch(self) -> StepBatch | None:
         """The step batch of the last finished step."""
         return self.progress.last_batch

@@ -46,7 +46,7 @@ def test_hydra_tables_are_read_at_any_depth() -> None:
 
 def test_keyword_arguments_keep_the_name_of_their_argument() -> None:
     view = read("seed: 1\ngradient_checkpointing_kwargs: {use_reentrant: true}\nlr_scheduler_kwargs: {x: 1}\n")
-    assert values(view) == {"seed": 1, "gradient_checkpointing_kwargs.use_reentrant": True, "lr_scheduler_kwargs.x": 1}
+    assert values(view) == {"seed": 1, "gradient_checkpointing_kwargs.use_reentrant": True, "lr_scheduler_kwargs": {"x": 1}}
 
 
 def test_second_key_for_one_word_is_listed() -> None:

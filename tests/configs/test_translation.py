@@ -33,7 +33,8 @@ def translated(text: str) -> Translation:
 
 
 def taken(text: str) -> dict[str, Any]:
-    return {".".join(each.key): each.value for each in translated(text).taken}
+    """What the file itself says; a default of its tool has no line."""
+    return {".".join(each.key): each.value for each in translated(text).taken if each.setting.line}
 
 
 def left(text: str) -> dict[str, tuple[bool, str]]:
@@ -63,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data.max_length": 512,
         "task.kind": "causal-lm",
     },
+    "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
         "plugins.compile.enabled": True,
@@ -70,6 +72,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "eval_steps: 50\neval_strategy: steps": {"training.eval_steps": 50},
     "save_strategy: 'no'\nfp16: false": {"training.save_minutes": 0.0},
+    "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 1e-2, num_cycles: 0.5}": {
+        "training.lr_scheduler_type": "cosine_with_min_lr",
+        "training.lr_scheduler_kwargs": {"min_lr_rate": 0.01, "num_cycles": 0.5},
+    },
     "warmup_steps: 0.06": {"training.warmup_ratio": 0.06},
     "warmup_steps: 100\nwarmup_ratio: 0.1": {"training.warmup_steps": 100},
     "warmup_steps: 0\nwarmup_ratio: 0.1": {"training.warmup_ratio": 0.1},
@@ -94,7 +100,6 @@ NO_EQUIVALENT = {
     "save_strategy: epoch": "save_minutes",
     "load_best_model_at_end: false": "final/",
     "auto_find_batch_size: true": "needs effective",
-    "neftune_noise_alpha: 5": "no such setting",
     "learning_rate: -1": "greater than 0",
     "dataloader_num_workers: -1": "greater than or equal to 0",
 }

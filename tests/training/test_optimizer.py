@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_linear_schedule_with_warmup
+from transformers import SchedulerType, get_linear_schedule_with_warmup, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hwopt import api
-from hwopt.errors import PluginError
+from hwopt.config.job_training import SCHEDULER_OPTIONS, Scheduler, Training
+from hwopt.errors import InputError, PluginError
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
@@ -85,6 +89,43 @@ def test_state_is_saved_under_the_names_of_the_final_optimizer(precision: dict[s
     again = rewound(tmp_path / "run", tmp_path / "again", 2)
     api.execute(planned(tmp_path, Regroup, tables=precision), again, cache=tmp_path / "cache", resume=True)
     assert saved_bits(again / "final") == saved_bits(tmp_path / "run" / "final")
+
+
+@pytest.mark.parametrize("name", SCHEDULER_OPTIONS)
+def test_options_of_schedules_are_those_of_transformers(name: Scheduler) -> None:
+    theirs = signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys()
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    assert set(SCHEDULER_OPTIONS[name].split()) == theirs - ours
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("cosine_with_min_lr", {"min_lr_rate": 0.2}), ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"})],
+)
+def test_schedule_with_options_is_that_of_transformers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(tmp_path, warmup_steps=1, learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=options)
+    run = train_tiny(plan, tmp_path).run
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=1e-3), 1, 4, options)
+    assert [run.scheduler.lr_lambdas[0](step) for step in range(5)] == [theirs.lr_lambdas[0](step) for step in range(5)]
+
+
+def test_decay_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 4}}
+    with pytest.raises(InputError, match="1 steps of warm-up and 4 of decay are more than the 4"):
+        train_tiny(planned(tmp_path, warmup_steps=1, **options), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"lr_scheduler_kwargs": {"min_lr": 0}}, "linear does not know min_lr; it has no options"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"power": 2}}, "does not know power; its options are num_cycles"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs lr_scheduler_kwargs = { min_lr_rate = … }, or min_lr"),
+    ],
+)
+def test_options_that_a_schedule_does_not_have_are_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Training.model_validate(table)
 
 
 def test_plugin_sets_the_parameter_groups(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hwopt import api
 from hwopt.report.screen import Screen
 from hwopt.report.terminal import Terminal
-from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, write_samples
+from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, train_tiny, write_samples
 
 
 def run_shown(folder: Path, **options: object) -> str:
@@ -43,6 +43,21 @@ def test_summary_has_the_classes_of_the_best_evaluation_and_of_the_test(finished
         assert sum(map(sum, matrix["rows"])) == samples
         f1 = sum(each["f1"] for each in classes) / 2
         assert f1 == pytest.approx(summary["best_eval_f1" if prefix == "best_eval_" else "test_f1"])
+
+
+def test_further_evaluation_data_is_evaluated_beside_the_first(tmp_path: Path) -> None:
+    """The same file under another name has the same metrics; the weights are chosen by a metric of another one."""
+    same = str(write_samples(tmp_path / "a.jsonl", 12, seed=1))
+    more = {"same": same, "both": [same, str(write_samples(tmp_path / "b.jsonl", 9, seed=3))]}
+    job = tiny_job(tmp_path / "data", data={"more_eval": more}, max_steps=4, eval_steps=2, metric_for_best_model="both_loss")
+    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
+    rows = [row for row in recorder.rows if "eval_loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        for metric in ("loss", "accuracy", "f1"):
+            assert row[f"eval_same_{metric}"] == row[f"eval_{metric}"] != row[f"eval_both_{metric}"]
+    best = min(rows, key=lambda row: row["eval_both_loss"])
+    assert recorder.summary["best_eval_both_loss"] == best["eval_both_loss"]
 
 
 def test_the_screen_shows_the_classes_before_the_summary(finished: tuple[Path, str]) -> None:

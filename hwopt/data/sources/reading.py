@@ -60,8 +60,7 @@ def read_options(data: Data) -> ReadOptions:
 def refuse_missing(data: Data) -> None:
     """Raise DataError if a source of `data` does not exist, or if training reads a file of the evaluation or the test."""
     train = leaves(data.train, data.split)
-    held_out = leaves(data.eval, data.eval_split) if data.eval else []
-    held_out += leaves(data.test, data.test_split) if data.test else []
+    held_out = [leaf for sources, split in data.held_out.values() for leaf in leaves(sources, split)]
     kinds = {located(leaf, data.format, several=len(train) > 1) for leaf in train}
     for leaf in held_out:
         located(leaf, data.format, several=len(held_out) > 1)
@@ -71,7 +70,7 @@ def refuse_missing(data: Data) -> None:
     for leaf in train if len(train) > 1 else ():
         if path_of(leaf.path).resolve() in files:
             raise DataError(
-                f"{leaf.path}: data.train has this file, and data.eval or data.test too; a model must not train on what "
+                f"{leaf.path}: data.train has this file, and so has the evaluation or the test; a model must not train on what "
                 "evaluates it. Move the file to another folder, or list the files of data.train"
             )
 
@@ -79,7 +78,7 @@ def refuse_missing(data: Data) -> None:
 def on_disk(data: Data) -> bool:
     """Whether all files and folders of `data` exist on this machine."""
     try:
-        found = [leaf for sources in (data.train, data.eval, data.test) if sources for leaf in leaves(sources)]
+        found = [leaf for sources in (data.train, *(each for each, _ in data.held_out.values())) for leaf in leaves(sources)]
     except DataError:  # a glob without files
         return False
     return all(path_of(leaf.path).exists() for leaf in found)

@@ -77,6 +77,7 @@ def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
     ]
     data = plan.job.data
     task = [plan.job.task.kind, len(data.text), data.max_target_length, labels, plan.router_loss > 0]
+    task += [model.freeze, model.train_only] if model.chooses_weights else []
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard

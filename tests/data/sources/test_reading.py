@@ -163,7 +163,7 @@ def test_sources_that_do_not_exist_or_repeat_are_refused(
 def test_glob_that_matches_the_evaluation_file_is_refused(tmp_path: Path) -> None:
     for name in ("train-1", "train-2", "test"):
         write(tmp_path / f"{name}.csv", "text,label", "x,y", "z,w")
-    with pytest.raises(DataError, match=r"test\.csv: data\.train has this file, and data\.eval or data\.test too"):
+    with pytest.raises(DataError, match=r"test\.csv: data\.train has this file, and so has the evaluation or the test"):
         refuse_missing(Data(train=str(tmp_path / "*.csv"), test=str(tmp_path / "test.csv")))
     refuse_missing(Data(train=str(tmp_path / "train-*.csv"), test=str(tmp_path / "test.csv")))
 

@@ -1,0 +1,85 @@
+"""NEFTune: uniform noise on the embeddings in training, which makes instruction tuning overfit less.
+
+The noise is alpha / sqrt(width x embedding size) at most, where the width is that of the longest row of the step. So it does not
+depend on how a step is split into micro-batches.
+
+Source: Jain et al. 2023 (arXiv:2310.05914); `neftune_noise_alpha` of transformers and TRL.
+Hardware: any.
+Cost: three kernels per micro-batch.
+Numerical effect: another training method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from hwopt import plugin as hw
+
+
+class EmbeddingNoise(hw.Events):
+    """Adds the noise to the output of the input embeddings of one model."""
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.calls = 0
+        self.hook: Any = None
+        self.scale: Any = None
+        """Of the noise in this step: on the device, so that a captured graph reads it anew. 0 outside a step."""
+
+    def add_to(self, model: Any, run: hw.RunView) -> Any:
+        """A model step."""
+        import torch
+
+        embeddings = model.get_input_embeddings()
+        self.scale = torch.zeros((), device=run.device)
+        self.size = int(embeddings.weight.shape[-1])
+        self.hook = embeddings.register_forward_hook(self.noisy)
+        return model
+
+    def noisy(self, embeddings: Any, inputs: Any, output: Any) -> Any:
+        if not embeddings.training:
+            return output
+        self.calls += 1
+        return output + output.new_empty(output.shape).uniform_(-1, 1) * self.scale
+
+    def on_step_begin(self, run: hw.RunView) -> None:
+        if run.step_batch is not None:
+            self.scale.fill_(self.alpha / sqrt(max(run.step_batch.lengths) * self.size))
+
+    def remove_from(self, model: Any, run: hw.RunView) -> Any:
+        """A final step."""
+        self.hook.remove()
+        return model
+
+
+class NefTune(hw.Plugin):
+    name = "neftune"
+    stage = hw.Stage.MODEL
+    effect = "method"
+    relations = hw.Relations(after=("adapter",))  # it may wrap the embeddings
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {"neftune_noise_alpha": "alpha"}
+
+    class Options(hw.PluginOptions):
+        alpha: float = Field(default=5.0, gt=0, description="Size of the noise.")
+
+    options: Options
+
+    def probe(self, context: hw.Context) -> hw.Decision:
+        if context.task.inputs == "images":
+            return hw.Decision.skip("images have no embeddings of tokens")
+        return hw.Decision.apply(f"noise of {self.options.alpha:g} / sqrt(width x embedding size) on the embeddings")
+
+    def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        noise = EmbeddingNoise(self.options.alpha)
+        recipe.model_steps.append(noise.add_to)
+        recipe.events.append(noise)
+        recipe.final_steps.append(noise.remove_from)
+
+    def evidence(self, run: hw.RunView) -> hw.Evidence:
+        noise = next(part for part in run.parts if isinstance(part, EmbeddingNoise))
+        seen = f"noise added {noise.calls} times, at most {float(noise.scale):.3g} in the last step"
+        return hw.Evidence.active(seen) if noise.calls and float(noise.scale) > 0 else hw.Evidence.inactive(seen)

@@ -1,0 +1,90 @@
+"""What another tool does where its file says nothing is written into the imported job and profile."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig
+
+from hwopt.configs.defaults import LORA_CONFIG, MODEL_CONFIG, SFT_CONFIG, TRAINING_ARGUMENTS, Defaults
+from hwopt.configs.python_file import from_python
+from hwopt.configs.recognise import view_of
+from hwopt.configs.source_file import from_yaml
+from hwopt.configs.translation import translate
+from hwopt.planning.inputs import Inputs
+
+INPUTS = Inputs()
+OTHER_NAMES = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_target_modules": "target_modules"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults", "names"),
+    [
+        (TrainingArguments, TRAINING_ARGUMENTS, {}),
+        (SFTConfig, {key: value for key, value in SFT_CONFIG.items() if key != "bf16"}, {}),
+        (LoraConfig, {**LORA_CONFIG, "lora_target_modules": None}, OTHER_NAMES),
+        (ModelConfig, {**MODEL_CONFIG, "lora_target_modules": None, "lora_r": 16, "lora_alpha": 32}, {}),
+    ],
+    ids=["TrainingArguments", "SFTConfig", "LoraConfig", "ModelConfig"],
+)
+def test_defaults_are_those_of_the_library(kind: Any, defaults: Defaults, names: dict[str, str]) -> None:
+    theirs = {field.name: field.default for field in fields(kind)}
+    assert {word: theirs[names.get(word, word)] for word in defaults} == defaults
+
+
+def test_sft_config_trains_in_bf16_by_default() -> None:
+    assert SFTConfig("out", use_cpu=True, gradient_checkpointing=None).bf16 is True
+
+
+SILENT = {
+    "base_model: m\nadapter: lora\nlora_r: 8\nlearning_rate: 1e-4": {
+        "batch.train": 1,
+        "training.num_train_epochs": 1,
+        "data.max_length": 512,
+        "training.lr_scheduler_type": "cosine",
+        "training.warmup_ratio": 0.03,
+    },
+    "base_model: m\nmax_steps: 9\nwarmup_steps: 2\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.1": {
+        "batch.train": 1,
+        "data.max_length": 512,
+    },
+    "stage: sft\nfinetuning_type: lora\nlora_rank: 4": {
+        "batch.train": 8,
+        "data.max_length": 2048,
+        "adapter.lora_alpha": 8,
+    },
+    "stage: sft\nfinetuning_type: lora\ncutoff_len: 99": {"batch.train": 8, "adapter.r": 8, "adapter.lora_alpha": 16},
+    "SFTConfig('out', bf16=False, fp16=True)": {
+        "batch.train": 8,
+        "training.learning_rate": 2e-5,
+        "data.max_length": 1024,
+    },
+    "SFTConfig('out', max_length=9, learning_rate=1e-4)\nLoraConfig(lora_dropout=0.1)": {
+        "batch.train": 8,
+        "precision.dtype": "bf16",
+        "adapter.r": 8,
+        "adapter.lora_alpha": 8,
+        "adapter.target_modules": "default",
+    },
+    "packing: true\nuse_peft: true\nmax_length: 8\nlearning_rate: 1e-4\nbf16: false": {
+        "batch.train": 8,
+        "adapter.lora_dropout": 0.05,
+        "adapter.target_modules": "default",
+    },
+    "TrainingArguments('out', per_device_train_batch_size=4)": {},
+    "fp16: true\nlearning_rate: 1e-4": {},
+}
+"""A file -> the values that it leaves to the tool."""
+
+
+@pytest.mark.parametrize("text", SILENT)
+def test_silence_means_the_default_of_the_tool(text: str) -> None:
+    source = from_python(text, "f.py") if "Config(" in text or "Arguments(" in text else from_yaml(text, "f.yaml", "YAML")
+    taken = translate(view_of(source, INPUTS), INPUTS.registry).taken
+    found = {".".join(each.key).removeprefix("plugins."): each.value for each in taken if each.setting.comment}
+    assert found == SILENT[text]
+    assert all("the default of " in each.setting.comment for each in taken if each.setting.comment)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugin_cases import Cases, Mutation
+from torch.utils.hooks import RemovableHandle
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.neftune import EmbeddingNoise
+
+NOISE = {"neftune": {"alpha": 7.0}}
+
+
+class Run:
+    device = torch.device("cpu")
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.step_batch: Any = type("Batch", (), {"lengths": lengths})
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = torch.nn.Embedding(9, 16)
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embeddings
+
+
+def test_noise_is_that_of_transformers_for_an_unsplit_batch() -> None:
+    model, noise, tokens = Model(), EmbeddingNoise(5.0), torch.arange(8).view(2, 4)
+    plain = model.embeddings(tokens)
+    model.embeddings.neftune_noise_alpha = 5.0
+    torch.manual_seed(0)
+    theirs = neftune_post_forward_hook(model.embeddings, (tokens,), plain.clone())
+    noise.add_to(model, Run([4, 2]))  # type: ignore[arg-type]
+    noise.on_step_begin(Run([4, 2]))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.embeddings(tokens), theirs)
+    assert (model.eval().embeddings(tokens) == plain).all()
+    noise.remove_from(model.train(), Run([]))  # type: ignore[arg-type]
+    assert (model.embeddings(tokens) == plain).all()
+
+
+def test_width_is_that_of_the_whole_step(tmp_path: Path) -> None:
+    """A step of 8 rows in micro-batches of 2: the noise has the width of the longest of the 8."""
+    job = tiny_job(tmp_path / "data", max_steps=2)
+    run = train_tiny(plan_for(tiny_profile(batch={"train": 2, "effective": 8}, **NOISE), job), tmp_path).run
+    noise = next(part for part in run.parts if isinstance(part, EmbeddingNoise))
+    assert noise.calls >= 2 * 4
+    expected = 7.0 / (max(run.step_batch.lengths) * noise.size) ** 0.5
+    assert float(noise.scale) == pytest.approx(expected)
+
+
+def no_hook(patch: pytest.MonkeyPatch) -> None:
+    """torch calls no forward hooks of embeddings."""
+    patch.setattr(torch.nn.Embedding, "register_forward_hook", lambda *_: RemovableHandle(OrderedDict()))
+
+
+CASES = Cases(
+    writes=frozenset({"model_steps", "events", "final_steps"}),
+    mutations=(Mutation("the hook is not called", no_hook, "noise added 0 times"),),
+)
