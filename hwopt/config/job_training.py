@@ -101,6 +101,8 @@ class Training(Table):
     def _consistent(self) -> Training:
         if self.push_to_hub and self.hub_model_id is None:
             raise ValueError('push_to_hub needs hub_model_id = "OWNER/NAME"')
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError("early_stopping_threshold needs early_stopping_patience")
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise ValueError("warmup_ratio and warmup_steps exclude each other")
         self._check_schedule()

@@ -92,8 +92,8 @@ class BadRows:
         """The cells of bad rows that were split into columns but could not be decoded, by number and column."""
         self.hint: Callable[[], str] | None = None
         """Returns a sentence that says how to read the undecodable rows."""
-        self.usable = 0
-        """Number of usable rows at the last `check`."""
+        self.good: Sequence[int] = ()
+        """The usable rows at the last `check`."""
 
     def add(self, number: int, reason: str, cells: Mapping[str, Any] | None = None) -> None:
         """Record a bad row, with its `cells` if it could not be decoded. The first `reason` given for a row is kept."""
@@ -122,7 +122,7 @@ class BadRows:
 
     def check(self, usable: Sequence[int]) -> None:
         """Raise DataError if too many rows are bad, all or too many consecutive ones. `usable`: numbers of the usable rows."""
-        self.usable = len(usable)
+        self.good = usable
         if self.several is None:
             return self._check(self.source, self.reasons, usable)
         source_of = {number: self.several.part(number)[0] for number in (*usable, *self.reasons)}
@@ -133,6 +133,10 @@ class BadRows:
             good = [number for number in usable if groups[source_of[number]] == group]
             self._check(self.source if group is None else self.several.names[group], bad, good)
         return None
+
+    def check_again(self) -> None:
+        """`check` after more rows turned out to be bad, with all rows of the sources, whatever part of the data they are in."""
+        self.check([number for number in self.good if number not in self.reasons])
 
     def _check(self, source: str, reasons: Mapping[int, str], usable: Sequence[int]) -> None:
         """`check` for the rows of one `source`, or for documents."""
@@ -181,7 +185,7 @@ class BadRows:
     def note(self) -> str:
         """One line for the screen: how many rows were skipped, which ones, and why."""
         bad = len(self.reasons)
-        return f"skipped {bad:,} of {self.usable + bad:,} rows of {self.source}: {self.summary()}"
+        return f"skipped {bad:,} of {len(self.good) + bad:,} rows of {self.source}: {self.summary()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of this source in left_out.json."""
@@ -190,4 +194,4 @@ class BadRows:
             index, own = self.origins.part(number)
             file = {} if self.several is None else {"file": self.origins.names[index]}
             rows.append({**file, self.origins.units[index]: own, "why": self.reasons[number]})
-        return {"source": self.source, "rows": self.usable + len(rows), "left_out": rows}
+        return {"source": self.source, "rows": len(self.good) + len(rows), "left_out": rows}

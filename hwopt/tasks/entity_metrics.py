@@ -1,7 +1,8 @@
 """Metrics of token classification: entities found and counted by seqeval.
 
-An entity is a run of words of one type. Its tags are "B-TYPE", "I-TYPE", "E-TYPE", "S-TYPE", or any other text but "O", which is
-then a type of its own. A predicted entity is correct if its first word, its last word and its type are.
+An entity is a run of words of one type. Its tags are "B-TYPE", "I-TYPE", "E-TYPE", "S-TYPE", the same in the letters of BILOU and
+BMEWO, or any other text but "O", which is then a type of its own. A predicted entity is correct if its first word, its last word
+and its type are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ ROW_END = -1
 """Between the words of two samples, in both predictions and targets."""
 
 
-def tag_for_seqeval(tag: str) -> str:
-    """`tag` with a prefix: "NOUN" as "I-NOUN", "B" as "B-_", "." as "O".
+OTHER_LETTERS = {"L": "E", "U": "S", "M": "I", "W": "S"}
+"""Letter of BILOU or BMEWO -> the one that seqeval knows for the same place in an entity."""
+
+
+def tags_for_seqeval(tags: Sequence[str]) -> list[str]:
+    """All `tags` of a data set as seqeval reads them; "L-PER" as "E-PER" if there is a "B-PER"."""
+    return [tag_for_seqeval(tag, starts="B" + tag[1:] in tags) for tag in tags]
+
+
+def tag_for_seqeval(tag: str, starts: bool = False) -> str:
+    """`tag` with a prefix: "NOUN" as "I-NOUN", "B" as "B-_", "." as "O". `starts`: another tag begins such an entity.
 
     seqeval takes the first letter of any tag for its prefix: it reads "ORG" as "O", and "NOUN" as the type "OUN".
     """
     letter, dash, kind = tag.partition("-")
+    letter = OTHER_LETTERS.get(letter, letter) if starts and dash else letter
     if letter in (".", "O") and (dash or not kind):
         return "O"
     return f"{letter}-{kind or '_'}" if letter in ("B", "I", "E", "S") else f"I-{tag}"
@@ -40,7 +51,7 @@ class EntityMetrics(GatheredMetrics):
     def __init__(self, names: Sequence[str], device: torch.device | str) -> None:
         """`names`: the tag of each label number."""
         super().__init__(device)
-        self.tags = np.array([tag_for_seqeval(name) for name in names], dtype=object)
+        self.tags = np.array(tags_for_seqeval(names), dtype=object)
         self.types = sorted({tag.partition("-")[2] for tag in self.tags if tag != "O"})
 
     def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import encode
+from hwopt.errors import InputError
 from hwopt.tasks.base import Task
 from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
 from hwopt.tasks.preparation import Encoding, described, token_store
@@ -35,6 +36,8 @@ class LabelledTexts(Task):
         raise NotImplementedError
 
     def samples(self, rows: Rows, job: Job) -> Samples:
+        if both := [name for name in job.data.text if name in job.data.label]:
+            raise InputError(f"data.text and data.label both name the column {both[0]!r}: the model would read its own answer")
         texts = text_columns(rows, job.data.text)
         return Samples.of(rows, texts, self.read_labels(rows, job))
 

@@ -77,6 +77,11 @@ class MultiLabel(Classes, LabelledTexts):
             raise DataError(f"{rows.source}: no row has a label in {listing([repr(name) for name in columns])}")
         if len(columns) > 1:
             return Named(columns)
+        if set(found) <= {"0", "1"}:
+            raise DataError(
+                f"{rows.source}: every label in {columns[0]!r} is 0 or 1. Name the columns of all labels in data.label, or for a "
+                "single one set task.kind = 'text-classification'"
+            )
         notes = []
         counts = Counter(mark for label in found for mark in DELIMITERS if mark in label)
         if counts and not any(len(labels) > 1 for labels in samples.labels):
@@ -118,7 +123,10 @@ class MultiLabel(Classes, LabelledTexts):
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:
-    """(column, delimiter) of the first of `names` in which a fifth of the cells has several labels of up to 40 letters."""
+    """(column, delimiter) of the first of `names` in which a fifth of the cells has several labels of up to 40 letters.
+
+    Most of these labels occur in several combinations: "Smith, John" is one label.
+    """
     for name in names:
         cells = [value for value in table[name].slice(0, 2_000).to_pylist() if isinstance(value, str)]
         if numbers_of(cells):  # "0,5" is a number with a decimal comma
@@ -126,6 +134,9 @@ def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] |
         for mark in DELIMITERS:
             parts = [part.strip() for cell in cells for part in cell.split(mark)]
             several = sum(mark in cell for cell in cells)
+            combined = Counter(part.strip() for cell in {*cells} for part in {*cell.split(mark)})
+            if sum(number > 1 for number in combined.values()) * 2 <= len(combined):
+                continue
             if several * 5 >= len(cells) > 0 and len(set(parts)) * 2 <= len(parts) and max(map(len, parts)) <= 40:
                 return name, mark
     return None

@@ -80,7 +80,7 @@ def report_left_out(store: TokenStore | ImageStore, samples: Samples) -> None:
     for sample, reason in store.meta["left_out"]:
         bad_rows.add(places.numbers[sample], reason)
     if store.meta["left_out"]:
-        bad_rows.check([number for number in places.numbers if number not in bad_rows.reasons])
+        bad_rows.check_again()
     store.mixture = mixture_of(store, places)
 
 

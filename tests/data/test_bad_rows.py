@@ -14,7 +14,7 @@ import pytest
 from hwopt import api
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import MAX_CONSECUTIVE, BadRows
-from hwopt.errors import DataError
+from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
@@ -98,6 +98,20 @@ def test_each_bad_row_is_counted_once_and_the_others_are_exact(kind: str, share:
             assert found.train.array(name).tolist() == clean.train.array(name).tolist()
     with pytest.raises(DataError, match=r"Fix or remove it, or set data\.on_bad_row = 'skip'"):
         prepare(source, tmp_path, on_bad_row="stop")
+
+
+def test_limit_counts_the_rows_of_the_file_if_a_part_is_held_out(tmp_path: Path) -> None:
+    """Of 40 rows one is bad, 2.5 %: of the fifth that is left for training it would be 12.5 %."""
+    rows = [good(number) for number in range(40)]
+    source = write_rows("jsonl", tmp_path / "train.jsonl", rows, [3])
+    found = prepare(source, tmp_path, eval_fraction=0.8, max_bad_rows=0.03, label="label")
+    assert found.bad_rows[0]["rows"] == 40
+
+
+def test_column_that_is_text_and_label_is_refused(tmp_path: Path) -> None:
+    source = write_rows("jsonl", tmp_path / "train.jsonl", [good(number) for number in range(9)], [])
+    with pytest.raises(InputError, match="data.text and data.label both name the column 'text'"):
+        prepare(source, tmp_path, label="text")
 
 
 def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:

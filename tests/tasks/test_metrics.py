@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwopt.tasks.entity_metrics import EntityMetrics, tag_for_seqeval
+from hwopt.tasks.entity_metrics import EntityMetrics, tags_for_seqeval
 from hwopt.tasks.metrics import ClassMetrics, LabelSetMetrics, RegressionMetrics, TokenMetrics
 from hwopt.tasks.prepared import IGNORED
 
@@ -230,4 +230,16 @@ def test_each_type_has_its_row_and_words_without_a_label_do_not_count(
 
 def test_tags_keep_their_type() -> None:
     tags = {"B-PER": "B-PER", "I-A-B": "I-A-B", "B": "B-_", "ORG": "I-ORG", "NOUN": "I-NOUN", "O": "O", ".": "O", "X-Y": "I-X-Y"}
-    assert {tag: tag_for_seqeval(tag) for tag in tags} == tags
+    assert dict(zip(tags, tags_for_seqeval([*tags]), strict=True)) == tags
+
+
+def test_letters_of_bilou_and_bmewo_are_those_of_one_entity() -> None:
+    """A perfect prediction of two entities, and one that misses the end of the first."""
+    names = ["O", "B-PER", "I-PER", "L-PER", "U-PER", "B-LOC", "M-LOC", "E-LOC", "W-LOC", "U-X"]
+    assert tags_for_seqeval(names)[3:] == ["E-PER", "S-PER", "B-LOC", "I-LOC", "E-LOC", "S-LOC", "I-U-X"]
+    targets = torch.tensor([[1, 2, 3, 4, 0]])
+    for predicted, f1 in ((targets, 1.0), (torch.tensor([[1, 2, 0, 4, 0]]), 0.5)):
+        metrics = EntityMetrics(names, "cpu")
+        logits = torch.nn.functional.one_hot(predicted, len(names)).float()
+        metrics.update(outputs(logits), targets, torch.tensor(5.0), 5)
+        assert metrics.compute()["f1"] == pytest.approx(f1)

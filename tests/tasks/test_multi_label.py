@@ -15,6 +15,7 @@ from pyarrow import parquet
 from task_rows import job_of, prepare_rows
 
 from hwopt.errors import DataError
+from hwopt.tasks.multi_label import MultiLabel
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
@@ -49,6 +50,18 @@ def test_labels_are_lists_or_delimited(values: list[Any], data: dict[str, Any], 
     assert prepared.label_names == ("a", "b", "c")
     assert prepared.train.array("labels").tolist() == ARRAY
     assert prepared.train.counts.tolist() == [3] * 4
+
+
+def test_one_column_of_0_and_1_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"every label in 'labels' is 0 or 1\. Name the columns of all labels in data\.label"):
+        prepare(tmp_path, rows_with(["0", "1", "1", "0"]))
+
+
+@pytest.mark.parametrize(("cells", "several"), [(["Smith, John", "Doe, Jane"], False), (["a, b", "b, c", "a, c", "c"], True)])
+def test_comma_in_a_name_makes_no_sets_of_labels(cells: list[str], several: bool) -> None:
+    table = pa.table({"text": [f"text {number}" for number in range(24)], "label": (cells * 24)[:24]})
+    found = MultiLabel.recognise(table, chosen=False)
+    assert isinstance(found, str) != several
 
 
 @pytest.mark.parametrize("values", [(0, 1), ("0", "1"), (False, True), ("false", "True"), (0.0, 1.0)])
