@@ -161,6 +161,11 @@ def tokens_of(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]
     found: list[list[int]] = tokenizer(
         texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
-    if special and tokenizer.eos_token_id is not None and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        return [ids[:-1] for ids in found]
-    return found
+    return [ids[:-1] for ids in found] if special and adds_end(tokenizer) else found
+
+
+def adds_end(tokenizer: Any) -> bool:
+    """Whether the tokenizer adds the end-of-text token behind a text. Only a text tells: the first token may be the same one."""
+    with_special, without = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    end = [tokenizer.eos_token_id]
+    return bool(with_special[-1:] == end != without[-1:])

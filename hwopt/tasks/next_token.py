@@ -130,19 +130,33 @@ def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: P
     return found.encoding()
 
 
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens at the beginning are equal."""
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
+
+
 def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
-    """The arrays of prompts with completions, one sample per row."""
+    """The arrays of prompts with completions, one sample per row.
+
+    As in TRL, the tokens are those of both texts together, and the completion begins where they differ from the prompt's own.
+    """
     found = SampleArrays(places, limit)
+    merged = 0
     for start in range(0, len(texts[0]), CHUNK):
-        prompts = tokens_of(tokenizer, texts[0][start : start + CHUNK], special=True)
-        completions = tokens_of(tokenizer, texts[1][start : start + CHUNK], special=False)
-        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start):
-            if not completion:
+        firsts, seconds = (column[start : start + CHUNK] for column in texts)
+        prompts = tokens_of(tokenizer, firsts, special=True)
+        wholes = tokens_of(tokenizer, [first + second for first, second in zip(firsts, seconds, strict=True)], special=True)
+        for sample, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True), start):
+            begin = common_length(prompt, whole)
+            if begin == len(whole) or not seconds[sample - start]:
                 found.skipped[sample] = "has a completion without tokens"
                 continue
-            tokens, labels = prompted(prompt, completion, tokenizer.eos_token_id)
+            merged += begin < len(prompt)
+            tokens, labels = prompted(whole[:begin], whole[begin:], tokenizer.eos_token_id)
             found.add_shifted(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
-    return found.encoding()
+    arrays, encoded, meta = found.encoding()
+    return arrays, encoded, {**meta, "merged": merged}
 
 
 def with_router_loss(loss: Any, coefficient: float, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -22,7 +22,7 @@ from hwopt.tasks.prepared import Prepared, Samples, Trained
 if TYPE_CHECKING:
     from hwopt.data.stores.store import Store
 
-FORMAT = 3
+FORMAT = 4
 """Format of the token stores; a new number invalidates the cached ones."""
 
 AnyStore = TypeVar("AnyStore", bound=TokenStore)
@@ -130,6 +130,11 @@ def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
         of = f"of {meta.get('samples', 0):,}"
         if cut := meta.get("cut"):
             prepared.notes.append(f"truncated {cut:,} {of} texts{which} to {meta['max_length']} tokens")
+        if merged := meta.get("merged"):
+            prepared.notes.append(
+                f"in {merged:,} {of} samples{which} the last tokens of the prompt merge with the completion and are trained. "
+                "End the prompts, or begin the completions, with a blank or another boundary of tokens"
+            )
         if cut := meta.get("cut_targets"):
             most = meta["max_target_length"]
             prepared.notes.append(f"truncated {cut:,} {of} targets{which} to {most} tokens (data.max_target_length)")

@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainingArguments
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+from trl.data_utils import common_prefix_length
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
@@ -18,7 +20,7 @@ from hwopt.data.tokenizer import LengthLimit
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
-from hwopt.tasks.next_token import blocks, encode_texts, prompted
+from hwopt.tasks.next_token import blocks, encode_prompts, encode_texts, prompted
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
@@ -130,15 +132,45 @@ def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]]) ->
         assert ours["labels"].tolist() == labels[1:length].tolist()
 
 
+def like_llama_2(start: str) -> Any:
+    """A tokenizer that puts a blank before a text and the token `start` before that; a text ends with </s>."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    letters = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    made.train_from_iterator(["question: what is it? answer: it is a house"] * 5, letters)
+    number = made.token_to_id(start)
+    made.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[(start, number)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=start, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("start", ["<s>", "</s>"])
+def test_prompts_and_texts_are_tokenized_whole_as_in_trl(start: str) -> None:
+    tokenizer, places, limit = like_llama_2(start), Places("a", "row", range(3)), LengthLimit(None, None)
+    prompts, completions = ["what is it? answer:", "answer: ", "quest"], [" it is a house", "a house", "ion"]
+    arrays, encoded, meta = encode_prompts([prompts, completions], tokenizer, limit, places)
+    tokens, labels, merged = [], [], 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        alone, whole = tokenizer(prompt)["input_ids"], tokenizer(prompt + completion + "</s>")["input_ids"]
+        same = common_prefix_length(alone, whole)
+        merged += same < len(alone)
+        tokens += whole[:-1]
+        labels += [*([IGNORED] * (same - 1)), *whole[same:]]
+    assert encoded.ids.tolist() == tokens
+    assert arrays["labels"].tolist() == labels
+    assert meta["merged"] == merged > 0
+    _, encoded, _ = encode_texts(["it is a house"], tokenizer, limit, places)
+    assert tokenizer.decode(encoded.ids) == tokenizer.decode(tokenizer("it is a house")["input_ids"])
+
+
 def test_text_that_begins_with_the_first_token_gets_no_second_one() -> None:
-    class Tokenizer:
+    class Numbers:
         bos_token_id, eos_token_id = 1, 2
 
         def __call__(self, texts: str | list[str], **_: Any) -> dict[str, Any]:
-            return {"input_ids": [[1] if isinstance(texts, str) else [1, *map(int, text.split())] for text in texts]}
+            return {"input_ids": [1, 9] if isinstance(texts, str) else [[1, *map(int, text.split())] for text in texts]}
 
     places = Places("a", "row", range(2))
-    arrays, encoded, _ = encode_texts(["1 7 8", "7 8 2"], Tokenizer(), LengthLimit(None, None), places)
+    arrays, encoded, _ = encode_texts(["1 7 8", "7 8 2"], Numbers(), LengthLimit(None, None), places)
     assert encoded.ids.tolist() == [1, 7, 8] * 2
     assert arrays["labels"].tolist() == [7, 8, 2] * 2
 
