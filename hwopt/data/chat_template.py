@@ -7,7 +7,7 @@ TRL knows the tokenizer's. In other templates an answer is the text from the end
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,8 @@ from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line
 
 Turns = Literal["all", "last"]
+Words = Mapping[str, Any]
+"""What a template reads beside the messages: "tools", and switches such as "enable_thinking"."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_TEMPLATE_BYTES = 1_000_000
 
@@ -131,7 +133,7 @@ class ChatTemplate:
         messages: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
             marked = self.replaced is not None or self._has_markers
-            text = self.marked(messages, None)[0] if marked else self.text(messages, None)
+            text = self.marked(messages, {})[0] if marked else self.text(messages, {})
         except BadConversation:
             return None
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
@@ -152,38 +154,38 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans of the assistant's turns in characters)."""
-        messages, tools, answers = conversation.messages, conversation.tools, conversation.answers
+        messages, words, answers = conversation.messages, conversation.template_words, conversation.answers
         if conversation.prompt and self.turns == "all":
-            return self.completed(messages, tools, conversation.prompt, answers)
+            return self.completed(messages, words, conversation.prompt, answers)
         if self.turns == "last":
             answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
         if self.replaced is None and not self._has_markers:
-            return self.grown(messages, tools, answers)
-        text, spans = self.marked(messages, tools)
+            return self.grown(messages, words, answers)
+        text, spans = self.marked(messages, words)
         if self.turns == "last":
-            before = common_length(text, self.marked(messages[:-1], tools)[0])
+            before = common_length(text, self.marked(messages[:-1], words)[0])
             spans = [(max(start, before), end) for start, end in spans if end > before]
         else:
             for number in conversation.untrained:
-                spans = without(spans, self.turn(text, messages, tools, number))
+                spans = without(spans, self.turn(text, messages, words, number))
         trained = [text[start:end] for start, end in spans]
         check_marked(trained, [messages[number] for number in answers])
         return text, spans
 
     def completed(
-        self, messages: list[Message], tools: Any, prompt: int, answers: Sequence[int]
+        self, messages: list[Message], words: Words, prompt: int, answers: Sequence[int]
     ) -> tuple[str, list[tuple[int, int]]]:
         """One span: all text from where it leaves the first `prompt` messages with their generation prompt, as in TRL."""
-        text, asked = self.text(messages, tools), self.text(messages[:prompt], tools, add_generation_prompt=True)
+        text, asked = self.text(messages, words), self.text(messages[:prompt], words, add_generation_prompt=True)
         start = common_length(asked, text)
         for number in answers:
             check_answer(text[start:], messages[number], number + 1, text)
         return text, [(start, len(text))]
 
-    def turn(self, text: str, messages: list[Message], tools: Any, number: int) -> tuple[int, int]:
+    def turn(self, text: str, messages: list[Message], words: Words, number: int) -> tuple[int, int]:
         """The span in `text` of message `number`. Raises DataError if `text` writes it differently."""
-        start = common_length(text, self.marked(messages[:number], tools)[0]) if number else 0
-        alone = self.marked(messages[: number + 1], tools)[0]
+        start = common_length(text, self.marked(messages[:number], words)[0]) if number else 0
+        alone = self.marked(messages[: number + 1], words)[0]
         if not text.startswith(alone):
             raise rewritten(number + 1)
         return start, len(alone)
@@ -193,36 +195,35 @@ class ChatTemplate:
         """Whether the tokenizer's own template marks the answers."""
         return GENERATION.search(str(self.tokenizer.chat_template)) is not None
 
-    def marked(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    def marked(self, messages: list[Message], words: Words) -> tuple[str, list[tuple[int, int]]]:
         """By the template's markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
                 [messages],
-                tools=tools,
-                chat_template=self.replaced or self.tokenizer.get_chat_template(tools=tools),
+                chat_template=self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools")),
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **self.tokenizer.special_tokens_map | words,
             )
         except Exception as error:  # jinja, and `raise_exception` of templates
             raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error
         (text,), (spans,) = rendered
         return text, connected(spans)
 
-    def grown(self, messages: list[Message], tools: Any, answers: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    def grown(self, messages: list[Message], words: Words, answers: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         """By the text between the generation prompt of each answer and the end of its turn.
 
         A span begins where the text leaves the prompt, which may open with thoughts that the answer lacks, and ends where the
         text leaves that of a conversation which ends with the turn.
         """
-        whole, spans = self.text(messages, tools), []
+        whole, spans = self.text(messages, words), []
         for number in answers:
-            prompt = self.text(messages[:number], tools, add_generation_prompt=True)
+            prompt = self.text(messages[:number], words, add_generation_prompt=True)
             before = common_length(prompt, whole)
-            if before < len(prompt) and before < len(self.text(messages[:number], tools)):
+            if before < len(prompt) and before < len(self.text(messages[:number], words)):
                 raise rewritten(number + 1)
-            after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], tools)
+            after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], words)
             end = common_length(after, whole)
             if end < len(after):  # a template may end a conversation with a token of its own
                 end = self._turn_end(whole, before, end, messages[number]["content"].strip(), number)
@@ -242,10 +243,10 @@ class ChatTemplate:
         first, last = inside[0] if inside else (end, end)
         return first if is_closed(text[begin:first], content) else last
 
-    def text(self, messages: list[Message], tools: Any, add_generation_prompt: bool = False) -> str:
+    def text(self, messages: list[Message], words: Words, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""
         try:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            options = {**words, "tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # jinja, and `raise_exception` of templates
             raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error

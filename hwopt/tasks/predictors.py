@@ -242,7 +242,7 @@ class TextGenerator(Seq2SeqGenerator):
             return "is a conversation, and the tokenizer of the model has no chat template"
         template = ChatTemplate(self.tokenizer, "last")
         try:
-            text = template.text(conversation.messages, conversation.tools, add_generation_prompt=True)
+            text = template.text(conversation.messages, conversation.template_words, add_generation_prompt=True)
         except BadConversation as error:
             return str(error)
         return self.checked({"input_ids": self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.text import first_line, truncate
@@ -54,6 +54,8 @@ class Conversation:
     """Indices of answers that the data marks as not to be trained."""
     prompt: int = 0
     """So many messages are a prompt, and all text after them is trained, as in TRL; 0: each answer is trained."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, such as enable_thinking: the column chat_template_kwargs, as in TRL."""
 
     @property
     def answers(self) -> list[int]:
@@ -62,9 +64,14 @@ class Conversation:
         return [number for number in assistant if number not in self.untrained]
 
     @property
+    def template_words(self) -> dict[str, Any]:
+        """What the chat template reads beside the messages."""
+        return {"tools": self.tools, **self.switches}
+
+    @property
     def key(self) -> str:
         """A text that is equal for equal conversations."""
-        parts = [self.messages, self.tools, *filter(None, (self.untrained, self.prompt))]
+        parts = [self.messages, self.tools, *filter(None, (self.untrained, self.prompt, self.switches))]
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
@@ -102,7 +109,7 @@ def _read(
     from hwopt.data.sources.tables import find_column
 
     values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    extras = [name for name in ("input", "tools", "system") if name in rows.table.column_names]
+    extras = [name for name in ("input", "tools", "system", "chat_template_kwargs") if name in rows.table.column_names]
     values |= {name: values_of(rows.table[name], name, rows) for name in extras}
     found: list[Conversation | None] = []
     for row in range(rows.table.num_rows):
@@ -119,12 +126,13 @@ def _read(
 def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
     """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
     if column == "instruction":
-        return Conversation(alpaca_messages({**cells, "output": "-"}, ("instruction", "output"))[:-1])
+        messages = alpaca_messages({**cells, "output": "-"}, ("instruction", "output"))[:-1]
+        return Conversation(messages, switches=switches_of(cells))
     found = listed_messages(cells, column)
     messages = found.messages[:-1] if found.messages[-1]["role"] == "assistant" else found.messages
     if not messages:
         raise BadConversation("has no message before the assistant's")
-    return Conversation(messages, found.tools)
+    return Conversation(messages, found.tools, switches=found.switches)
 
 
 def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
@@ -138,7 +146,7 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
     if len(columns) == 2:
         if isinstance(cells[columns[0]], list):
             return prompted_messages(cells, columns)
-        return Conversation(alpaca_messages(cells, columns))
+        return Conversation(alpaca_messages(cells, columns), switches=switches_of(cells))
     found = listed_messages(cells, columns[0])
     if not any(message["role"] == "assistant" for message in found.messages):
         raise BadConversation("has no message of the assistant")
@@ -158,7 +166,17 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
     untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
-    return Conversation(messages, [without_nulls(tool) for tool in tools] if tools else None, tuple(untrained))
+    used = [without_nulls(tool) for tool in tools] if tools else None
+    return Conversation(messages, used, tuple(untrained), switches=switches_of(cells))
+
+
+def switches_of(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template in the cells of one row. Raises BadConversation."""
+    value = cells.get("chat_template_kwargs") or {}
+    value = parsed(value, "'chat_template_kwargs'") if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise BadConversation(f"'chat_template_kwargs' is not an object: {truncate(value)}")
+    return {key: part for key, part in value.items() if part is not None}
 
 
 def prompted_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:

@@ -99,6 +99,21 @@ def test_formats_give_the_same_conversation(cells: dict[str, Any], columns: tupl
     assert conversation_of(cells, columns).messages == MESSAGES
 
 
+SWITCHED = CHATML.replace("message['content']", "('' if enable_thinking else '<think></think>') + message['content']")
+
+
+@pytest.mark.parametrize("switches", [{"enable_thinking": False}, '{"enable_thinking": false}', {"enable_thinking": True}])
+def test_switches_of_the_template_come_from_the_data(switches: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = SWITCHED
+    cells = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    chat = conversation_of({**cells, "chat_template_kwargs": switches}, ("messages",))
+    tokens, _ = ChatTemplate(tokenizer, "all").encode(chat)
+    words = json.loads(switches) if isinstance(switches, str) else switches
+    expected = tokenizer.apply_chat_template(cells["messages"], return_dict=False, **words)
+    assert tokens == expected
+    assert chat.key != conversation_of(cells, ("messages",)).key
+
+
 def test_alpaca_input_is_part_of_the_question() -> None:
     cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
     assert conversation_of(cells, ("instruction", "output")).messages == [
