@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pprint import pformat
 from typing import Any, Literal, cast
 
-from hwopt.errors import InputError
+from hwopt.config.job import Job
+from hwopt.config.task_kinds import task_facts
+from hwopt.data.sources.reading import read_all, read_options
+from hwopt.errors import DataError, InputError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
 from hwopt.plugin.imports import options_from
+from hwopt.tasks.causal_lm import conversation_columns
 
 SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
 """Arguments for the rows of a step. Plugins know them too, but a host reads them itself."""
@@ -33,7 +38,13 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
     fields -= {"gradient_checkpointing"} - {checkpointing}  # two names for one argument since transformers 5.23
     values, lines = plugin_words(plan, fields)
-    given = {"output_dir": "out"} | dict(training_words(plan, fields)) | values
+    chat = False
+    if to == "trl":
+        try:
+            chat = has_conversations(plan.job)
+        except DataError as error:
+            lines.append(f"left out assistant_only_loss, which conversations need: the columns cannot be read here: {error}")
+    given = {"output_dir": "out"} | dict(training_words(plan, fields, chat)) | values
     if to == "trl":  # SFTConfig turns both on by itself
         given = {"bf16": False, checkpointing: False} | given
     kwargs = plan.recipe.model_kwargs
@@ -151,7 +162,7 @@ def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -
     if wrote:
         said.append(f"{', '.join(wrote)} is among the arguments")
     status = entry.decision if said else "left out"
-    return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it. hwopt.optimized applies it'}"
+    return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it; for hwopt.optimized see docs/your-script.md'}"
 
 
 def sizes_of(plan: Plan) -> dict[str, int]:
@@ -173,8 +184,17 @@ def unsaid(entry: PluginDecision, words: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in said}
 
 
-def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """The job's hyperparameters, in the arguments `fields`."""
+def has_conversations(job: Job) -> bool:
+    """Whether the job trains the answers of conversations. Raises DataError if its columns must tell and cannot be read."""
+    data = job.data
+    if data.messages is not None or data.prompt is not None or not task_facts(job.task.kind).decoder:
+        return data.messages is not None
+    few = replace(read_options(data), max_rows=data.max_rows or 100, max_bad_rows=1.0)
+    return bool(conversation_columns(read_all(data.train, data.split, few).table.column_names, data))
+
+
+def training_words(plan: Plan, fields: Iterable[str], chat: bool = False) -> Iterator[tuple[str, Any]]:
+    """The job's hyperparameters, in the arguments `fields`. `chat`: only the answers of conversations are trained."""
     training = plan.training
     values = training.model_dump(exclude_none=True)
     if training.max_steps is not None:
@@ -197,7 +217,7 @@ def training_words(plan: Plan, fields: Iterable[str]) -> Iterator[tuple[str, Any
     values["max_length"] = data.max_length  # None too: SFTConfig would truncate at 1,024
     if data.blocks:
         values |= {"packing": True, "packing_strategy": "wrapped"}
-    if data.messages is not None:
+    if chat:
         values["assistant_only_loss"] = True  # SFTConfig would train the questions too
     elif data.prompt is None:
         values["dataset_text_field"] = data.text[0]

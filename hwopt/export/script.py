@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.errors import InputError
-from hwopt.export.arguments import heading, plugin_words
+from hwopt.export.arguments import heading, plugin_words, words_of
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
@@ -82,6 +82,8 @@ def script_file(plan: Plan, cache: Path) -> str:
 def refuse_unsupported(plan: Plan) -> None:
     """Raise InputError for what the script has no code for."""
     job, data = plan.job, plan.job.data
+    changing = (entry for entry in plan.applied() if entry.plugin.effect == "method")
+    methods = [entry.name for entry in changing if not dict(words_of(entry, plan, WORDS))]
     suffix = Path(data.train).suffix.lower() if isinstance(data.train, str) else None
     reasons = {
         "task.kind: only text-classification and causal-lm": job.task.kind not in ("text-classification", "causal-lm"),
@@ -89,9 +91,11 @@ def refuse_unsupported(plan: Plan) -> None:
         f"data.train: needs one file ({', '.join(filter(None, READERS))}) or a name on the hub": suffix not in READERS,
         "data.eval_fraction: give the evaluation data as a file in data.eval": data.eval_fraction is not None,
         "data.messages: conversations are for --to trl": data.messages is not None,
+        "task.ignore_router_loss: false has no code": plan.router_loss > 0,
         "data.eos_token: has no code": data.eos_token is not None,
         "model.freeze and model.train_only: have no code": job.model.chooses_weights,
         **{f"task.{key}: has no code": True for key in job.task.loss_changes if key != "label_smoothing"},
+        **{f"plugins.{name}: changes what is trained, and has no code": True for name in methods},
         "training.early_stopping_patience: needs evaluation, which the script lacks": bool(plan.training.early_stopping_patience),
         "--world-size: the script is for one device": plan.world_size > 1,
     }

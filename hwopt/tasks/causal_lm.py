@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.config.job import Job
+from hwopt.config.job import Data, Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
@@ -47,6 +47,13 @@ BLOCK = 1_024
 def is_chat(samples: Samples) -> bool:
     """Whether the samples are conversations."""
     return isinstance(samples.columns[0][0], Conversation)
+
+
+def conversation_columns(names: Sequence[str], data: Data) -> tuple[str, ...]:
+    """Those of the columns `names` that hold conversations whose answers are trained; empty if there are none."""
+    if data.prompt is not None or (data.messages is None and set(data.text) <= set(names)):
+        return ()
+    return chat_columns(names, data.messages)
 
 
 class CausalLM(Task):
@@ -98,9 +105,9 @@ class CausalLM(Task):
         """Prompts with completions, texts, or conversations, as the job says or as the columns are named."""
         data, names = job.data, rows.table.column_names
         pair = None if data.prompt is None else (data.prompt, str(data.completion))
+        if columns := conversation_columns(names, data):
+            return Samples.of(rows, [read_conversations(rows, columns)])
         if pair is None and (data.messages is not None or not set(data.text) <= set(names)):
-            if columns := chat_columns(names, data.messages):
-                return Samples.of(rows, [read_conversations(rows, columns)])
             if reason := preferences(rows.table):
                 raise DataError(f"{rows.source}: {reason}")
             pair = prompt_columns(rows.table)

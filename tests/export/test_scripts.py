@@ -7,6 +7,7 @@ import io
 import json
 import runpy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from hwopt.cli import run_command
 from hwopt.config.job import make_job
+from hwopt.config.job_model import Model
 from hwopt.config.toml import Document
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import view_of
@@ -157,6 +159,23 @@ def test_arguments_of_trl_train_the_answers_of_a_chat_only(tmp_path: Path) -> No
     assert "assistant_only_loss=True" in text
     assert "left out data.assistant_turns = 'last'" in text
     assert "left out data.messages = 'turns'" in text
+
+
+def test_arguments_of_trl_train_the_answers_of_recognised_conversations(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    for name, said in (("chats.jsonl", "assistant_only_loss=True"), ("none.jsonl", "left out assistant_only_loss")):
+        data = {"train": str(tmp_path / name)}
+        job = make_job(Document("a job", {"model": {"config": TINY_LLAMA}, "data": data, "task": {"kind": "causal-lm"}}))
+        assert said in exported(plan_for(tiny_profile(), job), "trl")
+
+
+def test_script_is_refused_for_what_changes_the_training_and_has_no_code(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "causal-lm")
+    named = replace(job, job=job.job.model_copy(update={"model": Model(name="gpt2")}))
+    plan = replace(plan_for(tiny_profile(neftune={}), job), job=named.job)
+    with pytest.raises(InputError, match=r"plugins\.neftune: changes what is trained, and has no code"):
+        exported(plan, "script", cache=tmp_path)
 
 
 def test_arguments_of_trl_are_for_causal_language_models(tmp_path: Path) -> None:
