@@ -105,7 +105,7 @@ class Seq2SeqLM(Task):
             kept = [targets[sample] for sample in used if sample not in skipped]
             lengths = np.array([min(most, len(target)) for target in kept], np.int64)
             arrays = {
-                "target_ids": np.concatenate([np.array(target[:most], np.int32) for target in kept]),
+                "target_ids": np.concatenate([np.array(shortened(target, most), np.int32) for target in kept]),
                 "target_offsets": np.concatenate([[0], np.cumsum(lengths)]),
                 "counts": lengths.astype(np.int32),
             }
@@ -199,6 +199,11 @@ def start_token(config: PretrainedConfig) -> int:
             f"{OTHERS}"
         )
     return found
+
+
+def shortened(target: list[int], most: int) -> list[int]:
+    """At most `most` tokens of `target` with its last one, the end of the text, as tokenizers truncate."""
+    return target if len(target) <= most else [*target[: most - 1], target[-1]]
 
 
 def encode_targets(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -63,8 +63,8 @@ def default_collate(run: Run) -> Callable[..., Collate]:
     return partial(
         run.task.collate(),
         pad_id=getattr(run.prepared.tokenizer, "pad_token_id", None) or 0,  # an image processor has none
-        # a decoder needs no mask: with right padding, no token attends to the padding after it
-        mask=None if run.plan.model.is_decoder else mask,
+        # a decoder needs no mask: with right padding, no token attends to the padding after it. Only load balancing counts tokens
+        mask=None if run.plan.model.is_decoder and not run.plan.router_loss else mask,
         widths=Widths(run.batch.widths, run.batch.pad_to_multiple_of),
     )
 

@@ -48,7 +48,9 @@ def test_router_loss_is_added_as_transformers_adds_it(tmp_path: Path) -> None:
     seen = train_tiny(plan, tmp_path / "with", FirstStep())
     without = train_tiny(plan_for(tiny_profile(**WHOLE), job_of(tmp_path / "without", ignore=True)), tmp_path / "without")
     inputs, outputs = seen.outputs[0]
-    theirs = load_balancing_loss_func(outputs.router_logits, 4, 2, inputs.get("attention_mask"))
+    mask = inputs["attention_mask"]
+    assert 0 < mask.sum() < mask.numel(), "padding is not balanced over the experts"
+    theirs = load_balancing_loss_func(outputs.router_logits, 4, 2, mask)
     assert isinstance(theirs, torch.Tensor)
     assert seen.losses[0] - without.losses[0] == pytest.approx(0.5 * theirs.item(), rel=1e-5)
     assert seen.losses[1:] != without.losses[1:]

@@ -165,7 +165,7 @@ class Telemetry:
             "step": run.step,
             "epoch": round(run.epoch, 4),
             "time": round(now - self.started, 3),
-            "learning_rate": float(run.scheduler.get_last_lr()[0]),
+            "learning_rate": rate_of_step(run.scheduler),
             "steps_per_second": measured.steps / seconds,
             "samples_per_second": measured.samples * world / seconds,
             "data_wait": counts.wait / seconds,
@@ -267,3 +267,9 @@ class Telemetry:
     def mean_loss(self) -> float:
         """The mean loss of all steps of the run; nan without a finite loss."""
         return self.loss_total / self.loss_steps if self.loss_steps else math.nan
+
+
+def rate_of_step(scheduler: Any) -> float:
+    """The learning rate of the last update; the scheduler already has that of the next one."""
+    done = max(scheduler.last_epoch - 1, 0)
+    return float(scheduler.base_lrs[0] * scheduler.lr_lambdas[0](done))

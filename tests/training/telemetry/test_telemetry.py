@@ -33,7 +33,7 @@ def make_run(folder: Path, total_steps: int = 6, **training: Any) -> Any:
         progress=SimpleNamespace(peers_lost=False),
         task=SimpleNamespace(facts=task_facts("text-classification")),
         engine=SimpleNamespace(norm=torch.tensor(1.0), loss_scale=lambda: None),
-        scheduler=SimpleNamespace(get_last_lr=lambda: [1e-3]),
+        scheduler=SimpleNamespace(base_lrs=[1e-3], lr_lambdas=[lambda step: 1.0], last_epoch=1),
         warnings=[],
     )
     run.warn = run.warnings.append
