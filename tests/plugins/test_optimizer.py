@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer, without_waits
+from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
@@ -127,21 +126,6 @@ def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
     assert [group["weight_decay"] for group in quantized.optimizer.param_groups] == [0.1, 0.0]
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """Counts the calls of bitsandbytes' `sync_gpu`, also on a CPU, where it has nothing to wait for."""
-    counter = SimpleNamespace(number=0)
-
-    def count(tensor):
-        counter.number += 1
-
-    for module in ("bitsandbytes.optim.optimizer", "bitsandbytes.utils"):
-        monkeypatch.setattr(import_module(module), "sync_gpu", count)
-    without_waits.cache_clear()  # the class keeps the function that it imported
-    yield counter
-    without_waits.cache_clear()
-
-
 def quantized_step(optimizer, weights):
     """One update of `weights`, with gradients that depend on nothing but the shapes."""
     generator = torch.Generator().manual_seed(2)
@@ -150,20 +134,7 @@ def quantized_step(optimizer, weights):
     return optimizer.step()
 
 
-def test_bitsandbytes_waits_for_each_paged_parameter_and_at_the_end(waits):
-    weights = parameters(128)
-    optimizer = make_optimizer("adamw_bnb_8bit", [{"params": weights, "weight_decay": 0.1, **SETTINGS}])
-    quantized_step(optimizer, weights)
-    assert waits.number == 0
-    optimizer.state[weights[0]]["state1"].is_paged = True  # as get_state_buffer() of a paged optimizer marks it
-    quantized_step(optimizer, weights)
-    assert waits.number == 1, "the other parameter is too small to be paged"
-    optimizer.is_paged, optimizer.prefetch_state = True, lambda parameter: None  # prefetching needs unified memory
-    quantized_step(optimizer, weights)
-    assert waits.number == 3
-
-
-def test_bitsandbytes_without_waits_has_the_bits_of_its_own_step(waits):
+def test_bitsandbytes_without_waits_has_the_bits_of_its_own_step():
     from bitsandbytes.optim import AdamW8bit
 
     group = {"weight_decay": 0.1, **SETTINGS}
@@ -172,7 +143,7 @@ def test_bitsandbytes_without_waits_has_the_bits_of_its_own_step(waits):
     for _ in range(3):
         quantized_step(driven, ours)
         quantized_step(plain, theirs)
-    assert waits.number == 3 * len(theirs), "bitsandbytes' own class is as it was"
+    assert type(driven) is not AdamW8bit, "bitsandbytes' own class is as it was"
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
         assert driven.state[a].keys() == plain.state[b].keys()
