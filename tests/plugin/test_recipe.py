@@ -5,7 +5,8 @@ from event_calls import calling
 
 from hwopt.errors import PluginError
 from hwopt.plugin.guard import guarded_context
-from hwopt.plugin.recipe import Collision, Recipe
+from hwopt.plugin.recipe import LISTS, SLOTS, Collision, Recipe
+from hwopt.plugin.run_view import EVENTS
 
 
 def test_slot_or_key_set_by_two_plugins_is_an_error() -> None:
@@ -89,3 +90,24 @@ def test_process_context_sees_errors_of_the_run_and_cannot_suppress_them(fails: 
     with pytest.raises(PluginError if fails else ValueError, match=expected), guarded_context(recipe.process[0]):
         raise ValueError("of the run")
     assert "of the run" in context.seen
+
+
+def boom(*_: object) -> None:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize("field", [*SLOTS, *LISTS, *EVENTS, "accelerator"])
+def test_error_of_every_callable_names_its_plugin(field: str) -> None:
+    recipe = Recipe()
+    with recipe.written_by("plugin 'a' (mine.toml:4)", "some-tools 1.0"):
+        if field in SLOTS:
+            setattr(recipe, field, boom)
+        elif field in LISTS:
+            getattr(recipe, field).append(boom)
+        elif field in EVENTS:
+            recipe.events.append(calling(**{field: boom}))
+        else:
+            recipe.accelerator["dataloader_config"] = boom
+    found = getattr(recipe.events if field in EVENTS else recipe, field)
+    with pytest.raises(PluginError, match=r"plugin 'a' \(mine\.toml:4\) of some-tools 1\.0: recipe\..*ZeroDivisionError: boom"):
+        (found[0] if field in LISTS else found["dataloader_config"] if field == "accelerator" else found)()
