@@ -95,15 +95,6 @@ def test_every_profile_of_the_repository_is_valid(spec: str) -> None:
         validate(registry.plugin(plugin).Options, profile.document, ("plugins", plugin))
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("rtx3070_8gb", (64, 128, 2)), ("rtx3070_8gb_batch16", (16, 32, 4)), ("t4_16gb", (16, 32, 2))]
-)
-def test_seed_profiles_keep_their_batch_sizes(name: str, sizes: tuple[int, int, int]) -> None:
-    batch = dict(load_profile(name, profile_files()).plugin_tables())["batch"]
-    found = batch["train"], batch.get("eval", 2 * batch["train"]), batch.get("gradient_accumulation_steps", 1)
-    assert found == sizes
-
-
 def test_card_of_is_the_profiles_card_on_such_a_device_only() -> None:
     profile = load_profile("rtx3070_8gb", profile_files())
     assert profile.card_of(described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)) is profile.card

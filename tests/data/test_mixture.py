@@ -88,12 +88,6 @@ def test_ranks_share_the_draws_of_each_step() -> None:
     assert Counter(mixed.source_of[epoch].tolist()) == {0: 8, 1: 24}
 
 
-def test_resumed_sampler_continues_the_draws() -> None:
-    mixed = mixture([23, 9], [1, 3])
-    whole = list(StepSampler(np.arange(32), np.ones(32), shuffled, 5, 6, 15, mixture=mixed))
-    assert list(StepSampler(np.arange(32), np.ones(32), shuffled, 5, 6, 15, start=8, mixture=mixed)) == whole[8:]
-
-
 def mixed_sources(folder: Path, sizes: tuple[int, int] = (30, 10), weights: tuple[float, float] = (1, 1)) -> list[dict[str, Any]]:
     found = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):

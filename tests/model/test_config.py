@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from hwopt.errors import InputError
+from hwopt.model import remote_code
 from hwopt.model.config import MAX_INTEGER, config_error_text, load_config, refuse_out_of_range
 
 
@@ -59,3 +60,11 @@ def test_bare_errors_name_the_key_that_caused_them() -> None:
     assert config_error_text(KeyError("gelo"), {"hidden_act": "gelo", "layers": 2}).endswith("the config has hidden_act = 'gelo'")
     assert config_error_text(IndexError("x"), {"vocab_size": 0, "layers": 2}).endswith("the config has vocab_size = 0")
     assert config_error_text(ValueError("hidden size 3"), {"hidden_size": 3}) == "hidden size 3"
+
+
+def test_trust_in_code_of_models_replaces_earlier_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_code, "_trusted", set())
+    remote_code.trust_only(["b/model", "a/model"])
+    assert remote_code.trusted_models() == ["a/model", "b/model"]
+    remote_code.trust_only(["c/model"])
+    assert (remote_code.is_trusted("c/model"), remote_code.is_trusted("a/model")) == (True, False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,20 +78,6 @@ def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, messag
     assert message in status_message
     assert not (tmp_path / "run" / LOCK).exists()
     assert not (tmp_path / "run" / "final").exists()
-
-
-def test_signal_saves_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
-    plan, run = make_plan(tmp_path), tmp_path / "run"
-    with pytest.raises(SystemExit) as caught:
-        api.execute(plan, run, Failing(lambda: signal.raise_signal(signal.SIGTERM)), cache=tmp_path / "cache")
-    assert caught.value.code == 143
-    code, status_message = status(run)
-    assert code == 143
-    (saved,) = run.glob("checkpoint-*")
-    assert status_message == f"terminated after step {saved.name.removeprefix('checkpoint-')}, saved; resume with --resume"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert api.execute(plan, run, cache=tmp_path / "cache", resume=True)["step"] == 3
-    assert status(run) == (0, "done")
 
 
 def test_error_in_the_job_leaves_no_folder(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.plan import Plan
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.seq2seq_lm import start_token
-from hwopt.testing import TINY_T5, Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_T5, plan_for, tiny_job, tiny_profile, train_tiny
 
 KIND = "seq2seq-lm"
 SIZES = {"layers": 2, "ffn_dim": 64, "attention_heads": 2}
@@ -132,14 +132,6 @@ def test_inputs_and_targets_are_padded_apart_and_trimmed_by_a_finer_rung(tmp_pat
     assert first.inputs["input_ids"].shape == (2, 6)
     assert second.inputs["input_ids"].shape == (1, 4)
     assert second.targets.tolist() == [[35, 36, 37, -100]]
-
-
-def test_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    plan = planned(tmp_path, TINY_T5 | {"dropout_rate": 0.1}, max_steps=6, save_steps=2, save_total_limit=0)
-    train_tiny(plan, tmp_path)
-    run = rewound(tmp_path / "run", tmp_path / "again", 4)
-    api.execute(plan, run, Recorder(), cache=tmp_path / "cache", resume=True)
-    assert saved_bits(run / "final") == saved_bits(tmp_path / "run" / "final")
 
 
 @pytest.mark.filterwarnings("ignore")

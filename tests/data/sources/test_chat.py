@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import byte_tokenizer
+from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
 
 from hwopt import api
 from hwopt.config.job import Job, make_job
@@ -179,20 +178,10 @@ def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Pa
     assert left_out == [(2, "has no message of the assistan"), (3, "has no answer after truncation")]
 
 
-def test_all_tool_calls_of_qwen3_are_trained(tmp_path: Path) -> None:
-    """Its own template writes an earlier call differently than a last one."""
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-    result = {"role": "tool", "name": "add", "content": "four"}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    template = metadata.distribution("trl").locate_file("trl/chat_templates/qwen3.jinja")
-    rows = [{"messages": [*MESSAGES[:3], called, result, MESSAGES[3]]}] * 32
-    prepared = prepare(job_of(rows, tmp_path, chat_template=str(template)), tmp_path)
-    labels = prepared.train.array("labels")
-    trained = prepared.tokenizer.decode(labels[labels != IGNORED])
-    assert trained.count('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>') == 32
-    assert trained.count("Hi.<|im_end|>") == trained.count("4<|im_end|>") == 32
-    assert "four" not in trained
-    assert prepared.tokenizer.chat_template == template.read_text("utf-8")
+def test_training_variant_of_a_template_is_noted_and_not_saved(tmp_path: Path) -> None:
+    """tests/data/test_chat_templates.py compares its tokens and labels with those of TRL."""
+    prepared = prepare(job_of([{"messages": MESSAGES}] * 8, tmp_path, chat_template=str(FOLDER / "qwen3.jinja")), tmp_path)
+    assert prepared.tokenizer.chat_template == TEMPLATES["qwen3"]
     assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
 
 
