@@ -25,27 +25,11 @@ def written(folder: Path, name: str = "job.toml") -> Job:
     return load_job(folder / name).job
 
 
-def write_chat(path: Path) -> None:
-    path.write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(20)))
-
-
-def write_german_table(path: Path) -> None:
-    rows = "".join(f"Der Käse Nummer {n} ist schön für alle;{'gut' if n % 2 else 'schlecht'}\n" for n in range(60))
-    path.write_text("Beschreibung;Klasse\n" + rows, encoding="cp1252")
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "kind"),
-    [
-        ("chat.jsonl", write_chat, "causal-lm"),
-        ("export.csv", write_german_table, "text-classification"),
-    ],
-)
-def test_written_job_can_be_planned_and_previewed(name: str, write, kind: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    write(tmp_path / name)
-    made = hwopt("init", name, "--yes", cwd=tmp_path)
+def test_written_job_can_be_planned_and_previewed(tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": MESSAGES}) + "\n") * 20)
+    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
     assert (made.returncode, made.stderr) == (0, "")
-    assert written(tmp_path).task.kind == kind
+    assert written(tmp_path).task.kind == "causal-lm"
     assert "hwopt run job.toml --profile cpu" in made.stdout
     planned = hwopt("plan", "--profile", "cpu", "--format", "json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr

@@ -81,21 +81,6 @@ def test_windows_file_is_classified(tmp_path: Path) -> None:
     assert all(0.5 <= float(row["predicted_probability"]) <= 1 for row in out)
 
 
-def test_decimal_commas_are_predicted_as_numbers(tmp_path: Path) -> None:
-    write_german(tmp_path / "export.csv", "utf-8")
-    said(tmp_path, "init", "export.csv", "--yes")
-    _, summary = train(tmp_path, "task.kind=regression", "data.label=Sterne", "data.decimal=,")
-    stars = [row % 50 / 10 for row in range(100)]
-    mean = sum(stars) / len(stars)
-    found = evaluated(tmp_path, "export.csv")
-    out = predicted(tmp_path, "export.csv", "out.jsonl")
-    assert [row["Sterne"] for row in out][:3] == ["0,0", "0,1", "0,2"]
-    errors = [(row["predicted_Sterne"] - star) ** 2 for row, star in zip(out, stars, strict=True)]
-    assert found["mse"] == pytest.approx(sum(errors) / len(errors), rel=1e-3)
-    assert 0 <= summary["eval_mae"] < 2 * max(stars)
-    assert found["r2"] == pytest.approx(1 - sum(errors) / sum((star - mean) ** 2 for star in stars), rel=1e-3)
-
-
 def test_rare_class_is_held_out_in_proportion_and_can_be_weighted(tmp_path: Path) -> None:
     rows = [{"text": f"{'spam offer' if row % 100 == 7 else 'a letter'} {row}", "label": row % 100 == 7} for row in range(900)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -113,40 +98,22 @@ def test_rare_class_is_held_out_in_proportion_and_can_be_weighted(tmp_path: Path
 
 
 TURNS = [("user", "What is the capital of France?"), ("assistant", "Paris."), ("user", "And of Spain?"), ("assistant", "Madrid.")]
-SHAREGPT = {"user": "human", "assistant": "gpt"}
-CHATS: dict[str, dict[str, Any]] = {
-    "messages": {"messages": [{"role": role, "content": text} for role, text in TURNS]},
-    "sharegpt": {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in TURNS]},
-    "alpaca": {"instruction": "Name the capital.", "input": "France", "output": "Paris."},
-}
 
 
-@pytest.mark.parametrize("kind", CHATS)
-def test_chat_file_is_answered(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps(CHATS[kind])] * 24))
+def test_chat_file_is_answered(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": role, "content": text} for role, text in TURNS]}
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps(chat)] * 24))
     said(tmp_path, "init", "chat.jsonl", "--yes")
     job = load_job(tmp_path / "job.toml").job
     assert (job.task.kind, job.data.chat_template) == ("causal-lm", "chatml")
     preview = said(tmp_path, "plan", "job.toml", "--sample", "1", "--profile", "cpu", "--format", "json")
     answers = [part["text"] for part in json.loads(preview)["spans"] if part["in_loss"]]
-    expected = ["Paris."] if kind == "alpaca" else ["Paris.", "Madrid."]
-    assert [answer.replace("<|im_end|>", "").strip() for answer in answers] == expected
+    assert [answer.replace("<|im_end|>", "").strip() for answer in answers] == ["Paris.", "Madrid."]
     train(tmp_path)
     assert evaluated(tmp_path, "chat.jsonl")["samples"] == 24
     out = predicted(tmp_path, "chat.jsonl", "out.jsonl", "--max-new-tokens", "4")
-    assert len(out) == 24
-    assert all({key: row[key] for key in CHATS[kind]} == CHATS[kind] and isinstance(row["generated_text"], str) for row in out)
-
-
-def test_conll_file_named_txt_is_tagged(tmp_path: Path) -> None:
-    (tmp_path / "ner.txt").write_text("Peter\tB-PER\nlives\tO\nin\tO\nKöln\tB-LOC\n\n" * 40, encoding="utf-8")
-    assert "conll by its content" in said(tmp_path, "init", "ner.txt", "--yes")
-    assert load_job(tmp_path / "job.toml").job.data.format == "conll"
-    train(tmp_path)
-    assert evaluated(tmp_path, "ner.txt")["samples"] == 40
-    out = predicted(tmp_path, "ner.txt", "out.jsonl")
-    assert [row["tokens"] for row in out] == [["Peter", "lives", "in", "Köln"]] * 40
-    assert all(len(row["predicted_tags"]) == 4 for row in out)
+    assert [row["messages"] for row in out] == [chat["messages"]] * 24
+    assert all(isinstance(row["generated_text"], str) for row in out)
 
 
 def test_folder_of_text_files_is_continued(tmp_path: Path) -> None:
