@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ def write_rows(path: Path, number: int) -> Path:
     return path
 
 
+def write_jsonl(path: Path, rows: Iterable[Any]) -> str:
+    """`path`, a file with one of `rows` on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared_of(job: Job, folder: Path, positions: int | None = None) -> Prepared:
+    """What the task of `job` prepares, with its cache in `folder`, for a model of `positions`."""
+    return make_task(job).prepare(job, load_config(job.model.name, job.model.config), folder / "cache", 0, positions)
+
+
 def job_of(kind: str, data: dict[str, Any], **task: Any) -> Job:
     """A job of the task `kind` with a tiny encoder."""
     tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": kind} | task}
@@ -41,7 +53,4 @@ def job_of(kind: str, data: dict[str, Any], **task: Any) -> Job:
 
 def prepare_rows(kind: str, folder: Path, rows: list[dict[str, Any]], data: dict[str, Any], **task: Any) -> Prepared:
     """What the task prepares of `rows`, or of the source in `data`."""
-    source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = job_of(kind, {"train": str(source)} | data, **task)
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepared_of(job_of(kind, {"train": write_jsonl(folder / "rows.jsonl", rows)} | data, **task), folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import hwopt
+from task_rows import write_jsonl
 
 from hwopt.cli.plan import show_preview
 from hwopt.report.terminal import Terminal
@@ -35,8 +36,7 @@ def write_job(folder: Path, model: dict[str, object], task: str, data: dict[str,
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Path:
-    lines = "".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(8))
-    (tmp_path / "chat.jsonl").write_text(lines, encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": MESSAGES}] * 8)
     data = {"train": "chat.jsonl", "eval_fraction": 0.25, "chat_template": "chatml", "max_length": 200}
     write_job(tmp_path, TINY_LLAMA | {"max_position_embeddings": 256}, "causal-lm", data)
     return tmp_path
@@ -60,7 +60,7 @@ def test_preview_follows_assistant_turns_of_the_command_line(chat: Path) -> None
 
 def test_preview_of_prompts_marks_the_completion_and_the_end_of_text(tmp_path: Path) -> None:
     rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     write_job(tmp_path, TINY_LLAMA, "causal-lm", {"train": "rows.jsonl", "prompt": "question", "completion": "answer"})
     found = json.loads(hwopt("plan", "--profile", "cpu", "--sample", "3", "--format", "json", cwd=tmp_path).stdout)
     assert [(span["text"], span["in_loss"]) for span in found["spans"]] == [

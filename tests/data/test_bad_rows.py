@@ -10,14 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from task_rows import prepared_of
 
 from hwopt import api
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import MAX_CONSECUTIVE, BadRows
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
-from hwopt.tasks.registry import make_task
 from hwopt.testing import TINY_BERT, plan_for, rewound, saved_bits, tiny_job, tiny_profile
 
 FIGURE = (
@@ -30,7 +29,7 @@ Cells = tuple[str, str]
 
 def prepare(source: str, folder: Path, **data: Any) -> Prepared:
     job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": source, "max_bad_rows": 0.5, **data}})
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepared_of(job, folder)
 
 
 def good(number: int) -> Cells:

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from task_rows import prepared_of
 
 from hwopt import api
 from hwopt.config.job import Job
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.data.mixture import Mixture
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
-from hwopt.tasks.registry import make_task
 from hwopt.testing import (
     TINY_BERT,
     TINY_LLAMA,
@@ -116,7 +115,7 @@ def test_resumed_run_of_a_mixture_ends_with_the_same_bits(tmp_path: Path) -> Non
 def prepare(folder: Path, kind: str, train: Any, **data: Any) -> Any:
     config = TINY_BERT if kind == "text-classification" else TINY_LLAMA
     job = Job.model_validate({"model": {"config": config}, "task": {"kind": kind}, "data": {"train": train, **data}})
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepared_of(job, folder)
 
 
 def test_skipped_rows_and_held_out_rows_belong_to_no_draw(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from task_rows import write_jsonl
 
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
@@ -25,7 +25,7 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generator")
     for name in ("train", "eval"):
         rows = [{"question": f"what is {number}", "answer": f"it is {number % 3}"} for number in range(24)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{name}.jsonl", rows)
     data = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")} | {"prompt": "question", "completion": "answer"}
     job = tiny_job(folder / "data", "causal-lm", data=data, max_steps=20, learning_rate=2e-2)
     train_tiny(plan_for(tiny_profile(), job), folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_rows import write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hwopt import api
@@ -18,16 +19,11 @@ def conversation(number: int, answered: bool = True) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"what is {number}"}, *answer]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     data = {
-        name: write(folder / f"{name}.jsonl", [{"messages": conversation(number)} for number in range(16)])
+        name: write_jsonl(folder / f"{name}.jsonl", [{"messages": conversation(number)} for number in range(16)])
         for name in ("train", "eval")
     }
     job = tiny_job(folder / "data", "causal-lm", data=data | {"chat_template": "chatml", "max_length": 60}, max_steps=6)
@@ -41,7 +37,7 @@ def generated(path: Path) -> list[str | None]:
 
 def test_the_answer_after_the_last_user_turn_is_generated(chat: Path, tmp_path: Path) -> None:
     rows = [{"messages": conversation(number, answered)} for number in range(4) for answered in (True, False)]
-    api.predict(chat, write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
+    api.predict(chat, write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
     found = generated(tmp_path / "out.jsonl")
     assert found[::2] == found[1::2]  # the answer of the file is not read
     model, tokenizer = (kind.from_pretrained(chat / "final") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -59,10 +55,12 @@ def test_other_chat_formats_and_unusable_conversations(chat: Path, tmp_path: Pat
         {"conversations": [{"from": "gpt", "value": "it is 1"}]},
         {"conversations": []},
     ]
-    report = api.predict(chat, write(tmp_path / "sharegpt.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
+    report = api.predict(
+        chat, write_jsonl(tmp_path / "sharegpt.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5}
+    )
     assert [text is None for text in generated(tmp_path / "out.jsonl")] == [False, True, True]
     assert next(iter(report.without_prediction.values())) == "has no message before the assistant's"
-    alpaca = write(tmp_path / "alpaca.jsonl", [{"instruction": "what is 1"}, {"instruction": ""}])
+    alpaca = write_jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "what is 1"}, {"instruction": ""}])
     report = api.predict(chat, alpaca, tmp_path / "alpaca_out.jsonl", generation={"max_new_tokens": 5})
     assert list(report.without_prediction.values()) == ["'instruction' has no text"]
     assert generated(tmp_path / "alpaca_out.jsonl")[0] == generated(tmp_path / "out.jsonl")[0]

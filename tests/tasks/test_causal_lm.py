@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from task_rows import prepared_of, write_jsonl
 from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from trl.data_utils import common_prefix_length
@@ -29,15 +29,9 @@ SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_ch
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
-def prepare(source: str, cache: Path, config: Any = GPT2, positions: int | None = 64, **data: Any) -> tuple[Job, Task, Prepared]:
+def prepare(source: str, folder: Path, config: Any = GPT2, positions: int | None = 64, **data: Any) -> tuple[Job, Task, Prepared]:
     job = Job.model_validate({"model": {"config": config}, "data": {"train": source, **data}, "task": {"kind": "causal-lm"}})
-    task = make_task(job)
-    return job, task, task.prepare(job, load_config(None, config), cache, 0, positions)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return job, make_task(job), prepared_of(job, folder, positions)
 
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=2, max_size=80), length=st.integers(1, 30))
@@ -70,14 +64,14 @@ def test_prompted_predicts_the_completion_only(prompt: list[int], completion: li
 def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog\n" * 20
     (tmp_path / "a.txt").write_text(text)
-    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", max_length=16)
+    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path, max_length=16)
     store = prepared.train
     assert store.lengths[:-1].tolist() == [16] * (len(store) - 1)
     assert store.counts.tolist() == store.lengths.tolist()
     rows = [store.row(index) for index in range(len(store))]
     tokens = [rows[0]["input_ids"][0], *np.concatenate([row["labels"] for row in rows])]
     assert prepared.tokenizer.decode(tokens) == text
-    assert prepare(str(tmp_path / "a.txt"), tmp_path / "cache")[2].train.lengths.max() <= 64
+    assert prepare(str(tmp_path / "a.txt"), tmp_path)[2].train.lengths.max() <= 64
 
 
 @pytest.fixture
@@ -115,7 +109,7 @@ def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]]) ->
     chat = {"chat_template": "chatml"} if isinstance(rows[0].get("prompt"), list) else {}
     most = 128 if chat else 24
     config = {**GPT2, "n_positions": 128}
-    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", config, 128, max_length=most, **chat)
+    _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, config, 128, max_length=most, **chat)
     loaded = load_config(None, config)
     loaded.vocab_size = len(prepared.tokenizer)
     off: Any = {SWITCH: False}
@@ -176,17 +170,17 @@ def test_text_that_begins_with_the_first_token_gets_no_second_one() -> None:
 
 
 def test_preferences_are_refused_with_the_way_to_train_them(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20)
     with pytest.raises(DataError, match=r"a\.jsonl: columns 'chosen' and 'rejected' hold preferences.*hwopt\.optimized"):
-        prepare(source, tmp_path / "cache")
+        prepare(source, tmp_path)
     with pytest.raises(DataError, match="'chosen' and 'rejected' hold preferences"):
         recognise(source)
-    prepare(source, tmp_path / "cache", prompt="prompt", completion="chosen")
+    prepare(source, tmp_path, prompt="prompt", completion="chosen")
     marked: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": bool(row % 2)} for row in range(20)]
     with pytest.raises(DataError, match="'completion' and 'label' hold preferences"):
-        prepare(write(tmp_path / "b.jsonl", marked), tmp_path / "cache")
+        prepare(write_jsonl(tmp_path / "b.jsonl", marked), tmp_path)
     with pytest.raises(DataError, match="no column 'text'. It has: ask. Set data.text, data.messages, or data.prompt"):
-        prepare(write(tmp_path / "c.jsonl", [{"ask": "a"}]), tmp_path / "cache")
+        prepare(write_jsonl(tmp_path / "c.jsonl", [{"ask": "a"}]), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +193,12 @@ def test_preferences_are_refused_with_the_way_to_train_them(tmp_path: Path) -> N
 )
 def test_messages_that_cannot_be_a_prompt_with_its_completion(tmp_path: Path, rows: list[Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache", chat_template="chatml", on_bad_row="stop")
+        prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, chat_template="chatml", on_bad_row="stop")
 
 
 def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
-    _, _, prepared = prepare(source, tmp_path / "cache", text="story", blocks=True, max_bad_rows=0.5)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"story": "one cat"}, {"story": "two dogs"}, {"story": ""}])
+    _, _, prepared = prepare(source, tmp_path, text="story", blocks=True, max_bad_rows=0.5)
     row = prepared.train.row(0)
     assert prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]]) == "one cat<|endoftext|>two dogs"
     assert prepared.warnings == [f"skipped 1 of 3 rows of {source}: line 3 (has no text)"]
@@ -213,14 +207,14 @@ def test_documents_are_joined_by_the_end_of_text(tmp_path: Path) -> None:
 def test_held_out_part_is_the_end_of_the_data(tmp_path: Path) -> None:
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
-    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path / "cache", eval_fraction=0.1)
+    _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path, eval_fraction=0.1)
     assert prepared.eval is not None
     row = prepared.eval.row(0)
     end = prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]])
     assert text.endswith(end)
     assert len(end) == round(len(text) / 10)
-    source = write(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(10)])
-    _, _, prepared = prepare(source, tmp_path / "cache", eval_fraction=0.2, max_length=4, blocks=True)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(10)])
+    _, _, prepared = prepare(source, tmp_path, eval_fraction=0.2, max_length=4, blocks=True)
     assert prepared.eval is not None
     joined = [prepared.tokenizer.decode(store.array("labels")) for store in (prepared.train, prepared.eval)]
     assert sorted(part.count("<|endoftext|>") for part in joined) == [1, 7]
@@ -228,7 +222,7 @@ def test_held_out_part_is_the_end_of_the_data(tmp_path: Path) -> None:
 
 def test_prompt_tokens_have_no_label(tmp_path: Path) -> None:
     rows = [{"question": "two and two?", "answer": " four"}, {"question": "", "answer": "nothing asked"}]
-    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "cache")
+    _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)
     row = prepared.train.row(0)
     labels = row["labels"]
     assert prepared.tokenizer.decode(row["input_ids"]) == "two and two? four"
@@ -238,20 +232,20 @@ def test_prompt_tokens_have_no_label(tmp_path: Path) -> None:
 
 def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: Path) -> None:
     rows = [{"ask": "ab", "answer": "cdefghijklmnopqrstuvwxyz"}, {"ask": "a", "answer": "c"}]
-    source = write(tmp_path / "a.jsonl", rows)
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
     config = {**GPT2, "vocab_size": 258}  # bytes only
     columns = {"prompt": "ask", "completion": "answer"}
-    _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=6, **columns)
+    _, _, prepared = prepare(source, tmp_path, config, max_length=6, **columns)
     assert prepared.notes == ["truncated 1 of 2 texts to 6 tokens"]
     labels = prepared.train.row(0)["labels"]
     assert prepared.tokenizer.decode(labels[labels != IGNORED]) == "cdef"  # max_length counts the last label
     with pytest.raises(DataError, match=r"a\.jsonl:1: has 26 tokens, more than .* limit of 20; set data\.max_length = 20"):
-        prepare(source, tmp_path / "cache", config, 20, **columns)
-    source = write(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
+        prepare(source, tmp_path, config, 20, **columns)
+    source = write_jsonl(tmp_path / "b.jsonl", [{"ask": "a", "answer": "b"}, {"ask": "abcdef", "answer": "gh"}])
     with pytest.raises(DataError, match=r"b\.jsonl:2: has no completion after truncation: the prompt has 6 tokens"):
-        prepare(source, tmp_path / "cache", config, max_length=5, on_bad_row="stop", **columns)
+        prepare(source, tmp_path, config, max_length=5, on_bad_row="stop", **columns)
     for _ in range(2):  # first built, then loaded from the cache
-        _, _, prepared = prepare(source, tmp_path / "cache", config, max_length=5, max_bad_rows=0.5, **columns)
+        _, _, prepared = prepare(source, tmp_path, config, max_length=5, max_bad_rows=0.5, **columns)
         assert len(prepared.train) == 1
         assert prepared.bad_rows[0]["rows"] == 2
         assert [(row["line"], row["why"][:25]) for row in prepared.bad_rows[0]["left_out"]] == [(2, "has no completion after t")]
@@ -261,8 +255,10 @@ def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: P
 def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = GPT2 if model_type == "gpt2" else {"model_type": "llama", **small}
-    source = write(tmp_path / "a.jsonl", [{"ask": "two and", "answer": " two"}, {"ask": "why", "answer": " because it is so"}])
-    job, task, prepared = prepare(source, tmp_path / "cache", config, prompt="ask", completion="answer")
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [{"ask": "two and", "answer": " two"}, {"ask": "why", "answer": " because it is so"}]
+    )
+    job, task, prepared = prepare(source, tmp_path, config, prompt="ask", completion="answer")
     torch.manual_seed(0)
     model: Any = task.load_model(job, load_config(None, config), prepared, {}).eval()
     rows = [
@@ -289,8 +285,8 @@ def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> N
 
 def test_chat_markers_in_texts_that_are_no_tokens_are_named(tmp_path: Path) -> None:
     rows = [{"text": f"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n{number}<|im_end|>"} for number in range(8)]
-    _, _, prepared = prepare(write(tmp_path / "a.jsonl", rows), tmp_path)
+    _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)
     (warning,) = prepared.warnings
     assert "the texts have <|im_start|>, which this tokenizer splits" in warning
     plain = [{"text": f"a < b |> {number} <br>"} for number in range(8)]
-    assert not prepare(write(tmp_path / "b.jsonl", plain), tmp_path)[2].warnings
+    assert not prepare(write_jsonl(tmp_path / "b.jsonl", plain), tmp_path)[2].warnings

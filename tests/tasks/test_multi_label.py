@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from task_rows import job_of, prepare_rows
+from task_rows import job_of, prepare_rows, write_jsonl
 
 from hwopt.errors import DataError
 from hwopt.tasks.multi_label import MultiLabel
@@ -86,9 +85,8 @@ def test_rows_without_labels_are_bad_if_the_value_is_missing(tmp_path: Path) -> 
         "'labels' has no value",
         "'labels' has an item that is not a label: None",
     ]
-    held_out = tmp_path / "eval.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows_with([*SETS, ["d"]])))
-    prepared = prepare(tmp_path, rows_with(SETS), eval=str(held_out), max_bad_rows=0.5)
+    held_out = write_jsonl(tmp_path / "eval.jsonl", rows_with([*SETS, ["d"]]))
+    prepared = prepare(tmp_path, rows_with(SETS), eval=held_out, max_bad_rows=0.5)
     assert "has a label that is not in the training data: 'd'" in prepared.bad_rows[0]["left_out"][0]["why"]
 
 
@@ -136,8 +134,7 @@ def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
     ids=["lists", "delimited", "flags"],
 )
 def test_columns_are_recognised(rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = recognise(str(tmp_path / "rows.jsonl"))
+    found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (found.kind, found.keys) == ("multi-label-classification", {"text": ["text"], **keys})
 
 

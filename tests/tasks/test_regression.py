@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from task_rows import job_of, prepare_rows
+from task_rows import job_of, prepare_rows, write_jsonl
 
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import Prepared
@@ -83,8 +82,7 @@ def test_loss_is_the_sum_that_torch_averages() -> None:
     ],
 )
 def test_column_of_fractions_is_recognised(rows: list[dict[str, Any]], kind: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert recognise(str(tmp_path / "rows.jsonl")).kind == kind
+    assert recognise(write_jsonl(tmp_path / "rows.jsonl", rows)).kind == kind
 
 
 def prices(path: Path, values: list[str]) -> str:

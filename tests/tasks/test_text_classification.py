@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
+from task_rows import prepared_of, write_jsonl
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hwopt.config.job import Job
@@ -34,23 +34,16 @@ ROWS = [
 ]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def prepare(
     folder: Path, rows: Any = ROWS, config: Any = None, positions: int | None = None, **data: Any
 ) -> tuple[Job, Task, Prepared]:
     """A job over `rows`, prepared under `folder`. `data` has the keys of its data table; lists become files."""
     if isinstance(data.get("eval"), list):
-        data["eval"] = write(folder / "eval.jsonl", data["eval"])
-    source = rows if isinstance(rows, str) else write(folder / "train.jsonl", rows)
+        data["eval"] = write_jsonl(folder / "eval.jsonl", data["eval"])
+    source = rows if isinstance(rows, str) else write_jsonl(folder / "train.jsonl", rows)
     model = config if config and "name" in config else {"config": config or BERT}
     job = Job.model_validate({"model": model, "data": {"train": source, **data}})
-    task = make_task(job)
-    loaded = load_config(job.model.name, job.model.config)
-    return job, task, task.prepare(job, loaded, folder / "cache", 0, positions)
+    return job, make_task(job), prepared_of(job, folder, positions)
 
 
 def load(job: Job, task: Task, prepared: Prepared, **model_kwargs: Any) -> Any:
@@ -211,7 +204,7 @@ def test_decoders_pool_at_the_last_real_token(tmp_path: Path, kind: str, pad_is_
         job = Job.model_validate(
             {"model": {"config": config, "tokenizer": str(tmp_path / "own")}, "data": {"train": job.data.train}}
         )
-        prepared = task.prepare(job, load_config(None, config), tmp_path / "cache", 0)
+        prepared = prepared_of(job, tmp_path)
         assert prepared.tokenizer.pad_token_id != prepared.tokenizer.eos_token_id
     model = load(job, task, prepared)
     whole = padded(prepared, [0, 1, 2, 3])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
+from task_rows import prepared_of, write_jsonl
 
 from hwopt import api
 from hwopt.config.job import Job, make_job
@@ -15,9 +16,7 @@ from hwopt.config.toml import Document
 from hwopt.data.chat_template import CHATML, ChatTemplate
 from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
 from hwopt.errors import DataError, InputError
-from hwopt.model.config import load_config
-from hwopt.tasks.prepared import IGNORED, Prepared
-from hwopt.tasks.registry import make_task
+from hwopt.tasks.prepared import IGNORED
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
 
 SPECIAL = (
@@ -143,24 +142,18 @@ def test_bad_conversations_are_named(messages: Any, message: str) -> None:
 
 
 def job_of(rows: list[dict[str, Any]], folder: Path, **data: Any) -> Job:
-    source = folder / "chat.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Job.model_validate(
         {
             "model": {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}},
-            "data": {"train": str(source), "chat_template": "chatml", "max_bad_rows": 0.5, **data},
+            "data": {"train": write_jsonl(folder / "chat.jsonl", rows), "chat_template": "chatml", "max_bad_rows": 0.5, **data},
             "task": {"kind": "causal-lm"},
         }
     )
 
 
-def prepare(job: Job, folder: Path) -> Prepared:
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
-
-
 @pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"instruction": "Hello?", "output": "Hi."}])
 def test_chat_files_are_recognised(row: dict[str, Any], tmp_path: Path) -> None:
-    prepared = prepare(job_of([row] * 4, tmp_path), tmp_path)
+    prepared = prepared_of(job_of([row] * 4, tmp_path), tmp_path)
     sample = prepared.train.row(0)
     answers = prepared.tokenizer.decode(sample["labels"][sample["labels"] != IGNORED])
     assert answers.startswith("Hi.")
@@ -172,7 +165,7 @@ def test_chat_files_are_recognised(row: dict[str, Any], tmp_path: Path) -> None:
 def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Path) -> None:
     long = [{"role": "user", "content": " ".join(map(str, range(1000, 1400)))}, MESSAGES[1]]
     rows = [{"messages": messages} for messages in (MESSAGES, MESSAGES[:1], long, MESSAGES)]
-    prepared = prepare(job_of(rows, tmp_path, max_length=100), tmp_path)
+    prepared = prepared_of(job_of(rows, tmp_path, max_length=100), tmp_path)
     assert len(prepared.train) == 2
     left_out = [(row["line"], row["why"][:30]) for row in prepared.bad_rows[0]["left_out"]]
     assert left_out == [(2, "has no message of the assistan"), (3, "has no answer after truncation")]
@@ -180,7 +173,7 @@ def test_bad_and_truncated_conversations_are_listed_with_their_line(tmp_path: Pa
 
 def test_training_variant_of_a_template_is_noted_and_not_saved(tmp_path: Path) -> None:
     """tests/data/test_chat_templates.py compares its tokens and labels with those of TRL."""
-    prepared = prepare(job_of([{"messages": MESSAGES}] * 8, tmp_path, chat_template=str(FOLDER / "qwen3.jinja")), tmp_path)
+    prepared = prepared_of(job_of([{"messages": MESSAGES}] * 8, tmp_path, chat_template=str(FOLDER / "qwen3.jinja")), tmp_path)
     assert prepared.tokenizer.chat_template == TEMPLATES["qwen3"]
     assert prepared.notes == ["chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"]
 
@@ -201,7 +194,7 @@ def test_answer_that_the_data_marks_as_not_to_be_trained_is_not(
 
 
 def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
-    prepared = prepare(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=40), tmp_path)
+    prepared = prepared_of(job_of([{"messages": MESSAGES}] * 2, tmp_path, max_length=40), tmp_path)
     tokens, mask = ChatTemplate(prepared.tokenizer, "all").encode(Conversation(MESSAGES))
     labels = [token if answer else IGNORED for token, answer in zip(tokens, mask, strict=True)]
     assert prepared.train.row(0)["input_ids"].tolist() == tokens[:39]
@@ -210,7 +203,7 @@ def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
 
 def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.chat_template: the tokenizer has no chat template"):
-        prepare(job_of([{"messages": MESSAGES}], tmp_path, chat_template=None), tmp_path)
+        prepared_of(job_of([{"messages": MESSAGES}], tmp_path, chat_template=None), tmp_path)
 
 
 @pytest.mark.parametrize("tables", [{}, {"pack": {}}])

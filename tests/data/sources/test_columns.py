@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from task_rows import write_jsonl
 
 from hwopt.data.sources.columns import has_many_classes, label_column
 from hwopt.data.sources.conll_reader import looks_like_conll
@@ -17,11 +17,6 @@ from hwopt.tasks.recognition import recognise
 
 TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def rows_of(**columns: str) -> list[dict[str, Any]]:
@@ -55,21 +50,21 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "rows", "keys"), COLUMNS)
 def test_columns_are_recognised(kind: str, rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
-    found = recognise(write_rows(tmp_path / "rows.jsonl", rows))
+    found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (found.kind, found.keys, found.rows) == (kind, keys, len(rows))
     assert found.chat == ("messages" in keys or not keys)
 
 
 def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", rows_of(text="a text {n}", label="{class}"))
+    source = write_jsonl(tmp_path / "rows.jsonl", rows_of(text="a text {n}", label="{class}"))
     assert recognise(source, "causal-lm").keys == {"text": ["text"]}
 
 
 def test_table_without_the_columns_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column holds text. It has: x, label"):
-        recognise(write_rows(tmp_path / "numbers.jsonl", [{"x": n, "label": n % 2} for n in range(8)]))
+        recognise(write_jsonl(tmp_path / "numbers.jsonl", [{"x": n, "label": n % 2} for n in range(8)]))
     with pytest.raises(DataError, match="no column looks like a label"):
-        recognise(write_rows(tmp_path / "texts.jsonl", rows_of(text="some text {n}")), "text-classification")
+        recognise(write_jsonl(tmp_path / "texts.jsonl", rows_of(text="some text {n}")), "text-classification")
 
 
 @pytest.mark.parametrize("cell", ["Käse {n}", "{n}"], ids=["every row", "header"])
@@ -112,7 +107,7 @@ def test_other_text_is_not_taken_for_conll(text: str) -> None:
 
 def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
     for name in ("train", "dev", "test"):
-        write_rows(tmp_path / f"my-{name}.jsonl", rows_of(text="text {n}", label="{class}"))
+        write_jsonl(tmp_path / f"my-{name}.jsonl", rows_of(text="text {n}", label="{class}"))
     found = recognise(str(tmp_path / "my-train.jsonl"))
     assert found.held_out == {"eval": str(tmp_path / "my-dev.jsonl"), "test": str(tmp_path / "my-test.jsonl")}
     assert recognise(str(tmp_path / "my-dev.jsonl")).held_out == {}

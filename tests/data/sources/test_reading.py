@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from task_rows import prepared_of
 
 from hwopt.config.job import Data, Job
 from hwopt.data.sources.reading import read_all, refuse_missing
 from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.errors import DataError
-from hwopt.model.config import load_config
-from hwopt.tasks.registry import make_task
 from hwopt.testing import TINY_BERT
 
 
@@ -31,7 +30,7 @@ def read(sources: Any, **options: Any) -> Rows:
 
 def prepare(folder: Path, train: Any, **data: Any) -> Any:
     job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": train, **data}})
-    return make_task(job).prepare(job, load_config(None, job.model.config), folder / "cache", 0)
+    return prepared_of(job, folder)
 
 
 def test_glob_reads_its_files_in_sorted_order(tmp_path: Path) -> None:
