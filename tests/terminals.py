@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import re
 import select
 import signal
 import struct
@@ -28,8 +27,6 @@ class Screenshot:
 
     lines: list[str]
     """The lines at the end, without trailing spaces."""
-    seen: list[str]
-    """Every line that was on the screen at some time, in the order of their first appearance."""
     colours: set[str]
     """The colours of the letters at the end."""
     exit_code: int
@@ -39,29 +36,25 @@ class Screenshot:
         return "".join(f"{line}\n" for line in self.lines)
 
 
-def on_terminal(work: Callable[[], int], columns: int, answers: str = "", within: float = 120.0) -> Screenshot:
-    """The screen after a fork of this process called `work` on a terminal of `columns` columns. `answers` is typed."""
+def on_terminal(work: Callable[[], int], columns: int, within: float = 120.0) -> Screenshot:
+    """The screen after a fork of this process called `work` on a terminal of `columns` columns."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
     pid = os.fork()
     if not pid:
         run_on(slave, work)
     os.close(slave)
-    os.write(master, answers.encode())
     screen = pyte.Screen(columns, LINES)
     stream = pyte.ByteStream(screen)
-    seen: dict[str, None] = {}
     deadline = time.monotonic() + within
     while chunk := read(master, deadline, pid):
-        for part in re.split(rb"(?=\r)", chunk):  # what a refresh draws is replaced by the next one
-            stream.feed(part)
-            seen |= dict.fromkeys(line.rstrip() for line in screen.display)
+        stream.feed(chunk)
     os.close(master)
     lines = [line.rstrip() for line in screen.display]
     while lines and not lines[-1]:
         lines.pop()
     colours = {letter.fg for row in screen.buffer.values() for letter in row.values()}
-    return Screenshot(lines, list(seen), colours, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return Screenshot(lines, colours, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def read(master: int, deadline: float, pid: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Whole screens of commands at 80 columns against tests/golden/screen, and what they print into a pipe and with NO_COLOR.
+"""Whole screens of commands at 80 columns against tests/golden/screen, also with NO_COLOR.
 
 Measured figures and versions are replaced by #. The machine is described, so that decisions do not depend on the CPU.
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/integration/test_screens.py` rewrites the files; read the difference before you commit.
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cli.test_cli import hwopt
 from documented_folder import write_pairs
 from pinned_torch import IS_PINNED, REASON
 from terminals import Screenshot, on_terminal
@@ -116,36 +115,33 @@ def with_placeholders(text: str) -> str:
 
 @dataclass(frozen=True)
 class Screens:
-    """What the commands showed, by command: on a terminal, and in a pipe."""
+    """What the commands showed on a terminal, by command."""
 
     terminal: dict[str, Screenshot]
-    pipe: dict[str, str]
     without_colour: Screenshot
     """`hwopt doctor` with NO_COLOR."""
 
 
 @pytest.fixture(scope="module")
 def screens(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Screens:
-    folders = [tmp_path_factory.mktemp(name) for name in ("terminal", "pipe")]
-    for folder in folders:
-        (folder / "job.toml").write_text(JOB)
-        (folder / "card.toml").write_text(PROFILE)
-        write_pairs(folder / "train.csv", ("text",), 150, seed=0)
-        write_pairs(folder / "test.csv", ("text",), 60, seed=1)
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "job.toml").write_text(JOB)
+    (folder / "card.toml").write_text(PROFILE)
+    write_pairs(folder / "train.csv", ("text",), 150, seed=0)
+    write_pairs(folder / "test.csv", ("text",), 60, seed=1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folders[0])
-        patched.setenv("HWOPT_CACHE", str(folders[0] / "cache"))
+        patched.chdir(folder)
+        patched.setenv("HWOPT_CACHE", str(folder / "cache"))
         for module in ("api", "memory.planned", "inference.trained_model"):
             patched.setattr(f"hwopt.{module}.detect", lambda *_: MACHINE)
         patched.setattr("hwopt.planning.resolve.detect_host", lambda: MACHINE)
         patched.setattr("hwopt.hardware.doctor.examine", lambda _: FINDINGS)
         terminal = {name: on_terminal(partial(run_command, words), COLUMNS) for name, words in COMMANDS.items()}
-        pipe = {name: hwopt(*words, cwd=folders[1]).stdout for name, words in COMMANDS.items()}
         patched.setenv("NO_COLOR", "1")
         without_colour = on_terminal(partial(run_command, COMMANDS["doctor"]), COLUMNS)
     for name, shown in terminal.items():
         assert shown.exit_code == (2 if name == "doctor" else 0), shown.text
-    return Screens(terminal, pipe, without_colour)
+    return Screens(terminal, without_colour)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -164,31 +160,3 @@ def test_colours_are_used_on_terminals_unless_no_color_is_set(screens: Screens) 
         assert (shown.colours == {"default"}) == (command in ("init", "evaluate")), command
     assert screens.without_colour.text == screens.terminal["doctor"].text
     assert screens.without_colour.colours == {"default"}
-
-
-def test_live_line_fills_the_terminal_with_bar_eta_loss_speed_and_memory(screens: Screens) -> None:
-    assert "step 12/12  ETA 0:00:00  loss " in screens.pipe["run"]
-    lines = [line for line in screens.terminal["run"].seen if re.match(r"step \d+/12 .*tok/s", line)]
-    pattern = r"step \d+/12 +[━╸╺]+ +ETA \d+:\d\d:\d\d  loss \d\.\d{4}  [\d,]+ tok/s  \d+\.\d\d GiB"
-    assert lines
-    assert all(re.fullmatch(pattern, line) for line in lines), lines
-    assert lines[-1].startswith("step 12/12 ")
-
-
-def test_status_line_shows_the_stages_and_disappears(screens: Screens) -> None:
-    shown = screens.terminal["run"]
-    for stage in ("reading the data and making tokens …", "loading the model …"):
-        assert stage in shown.seen
-        assert stage not in shown.lines
-
-
-def words_with_digits(text: str) -> set[str]:
-    """The words of `text` that have a digit, without commands of `hwopt doctor`, which a terminal may break."""
-    text = re.sub(r"^ +fix: .*\n(\S.*\n)?", "", with_placeholders(text), flags=re.MULTILINE)
-    return set(re.findall(r"[\w.,/-]*\d[\w.,/-]*", text))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_number_is_cut_on_a_terminal(screens: Screens, command: str) -> None:
-    assert words_with_digits(screens.terminal[command].text) <= words_with_digits(screens.pipe[command])
-    assert max(map(len, screens.terminal[command].lines)) <= COLUMNS
