@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-import hwopt.config.card
-from hwopt.config.card import Card, known_card, known_cards
+from hwopt.config.card import Card, known_card
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import Hardware, described
-
-TEXTS = {name: path.read_text(encoding="utf-8") for name, path in profile_files().items()}
-OWN_CARDS = [name for name, text in TEXTS.items() if "[card]" in text and "\namd = " not in text and name != "cpu"]
-KNOWN = (Path(hwopt.config.card.__file__).parent / "cards.toml").read_text(encoding="utf-8").split("[[cards]]")[1:]
-SOURCE = re.compile(
-    r"NVIDIA's page of the card|NVIDIA .*(white paper|data sheet)|[Tt]he same (table|paper|data sheet)|rates per SM"
-)
-FORMULA = re.compile(r"(\d+)(?: SM| #) x (\d+) FMA x 2 x ([\d.]+) GHz")
 
 
 def shipped(name: str) -> Profile:
@@ -84,41 +74,10 @@ def test_card_without_a_profile_has_known_peaks(device: str, gib: float, tensor:
     assert (card and card.dense_tflops.fp16) == tensor
 
 
-@pytest.mark.parametrize(("card", "text"), list(zip(known_cards(), KNOWN, strict=True)), ids=lambda value: str(value)[:40])
-def test_peaks_of_known_cards_follow_from_their_comments(card: hwopt.config.card.KnownCard, text: str) -> None:
-    bits, rate = re.findall(r"(\d+) bit x ([\d.]+) Gbit/s", text)[0] if "bit x" in text else (0, 0)
-    if bits:
-        assert card.memory_bandwidth_gbps == pytest.approx(float(bits) * float(rate) / 8, rel=0.01)
-    if formula := FORMULA.search(text):
-        number, width, clock = int(formula[1]), int(formula[2]), float(formula[3])
-        assert card.dense_tflops.fp16 == pytest.approx(number * width * 2 * clock / 1000, rel=0.005)
-    assert bits or "data sheet" in text
-
-
 def test_memory_limit_keeps_the_card() -> None:
     limited = Hardware("cuda", "NVIDIA GeForce RTX 3090", 8, 8, compute_capability=(8, 6), memory_limit_gib=8)
     profile = shipped("rtx3090_24gb")
     assert profile.card_of(limited) == profile.card
-
-
-@pytest.mark.parametrize("name", OWN_CARDS)
-def test_figures_follow_from_their_comments_and_name_a_source(name: str) -> None:
-    """SM x FMA x 2 x clock gives the tensor peak, and bus width x data rate the bandwidth."""
-    text, card = TEXTS[name].split("[card]")[1].split("[tuned_for]")[0], shipped(name).card
-    blocks = text.split("[[card.variants]]")
-    assert len(blocks) == 1 + len(card.variants)
-    peaks = [(block, formula) for block in blocks if (formula := FORMULA.search(block))]
-    assert peaks
-    for block, formula in peaks:
-        peak = float(re.findall(r"fp16 = ([\d.]+)", block)[0])
-        assert int(formula[1]) * int(formula[2]) * 2 * float(formula[3]) / 1000 == pytest.approx(peak, rel=0.015), block
-    for gbps, bits, rate in re.findall(r"memory_bandwidth_gbps = (\d+) #.*?(\d+) bit x ([\d.]+) Gbit/s", text):
-        assert int(bits) * float(rate) / 8 == pytest.approx(float(gbps), rel=0.01), (gbps, bits, rate)
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith(("memory_bandwidth_gbps", "dense_tflops")):
-            above = lines[number - 2 : number] if line.startswith("dense_tflops") else []
-            assert SOURCE.search(" ".join([*above, line.partition("#")[2]])), line
 
 
 def test_max_perf_sets_every_plugin_option_itself() -> None:
