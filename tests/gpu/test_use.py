@@ -97,13 +97,6 @@ def test_kernels_slower_than_their_launches_keep_the_device_busy(
     assert summary["verdict"]["next"].startswith("plugins.precision.dtype"), "the tiny model computes in fp32"
 
 
-def test_a_driver_that_reports_a_thermal_slowdown_makes_a_run_throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRETEND_CLOCK_REASONS", str(0x04 | 0x40))  # the power limit, which does not count, and heat
-    verdict = trained(tmp_path).summary["verdict"]
-    assert verdict["limit"] == "throttled"
-    assert verdict["figure"] == "the GPU lowered its clock in 100% of the samples (thermal (hardware))"
-
-
 def test_a_driver_that_moves_memory_to_the_host_makes_a_run_spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On WSL the driver hands out memory of the host when the card is full: torch then holds more than the card has."""
     monkeypatch.setattr(platform, "release", lambda: WSL)
