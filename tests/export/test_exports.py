@@ -197,43 +197,6 @@ def export(profile: str, *arguments: str) -> int:
     return run_command(["export", "job.toml", "--profile", f"./{profile}.toml", *arguments])
 
 
-def launched(file: str, profile: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", file, "-m", "hwopt"]
-    return subprocess.Popen(
-        [*command, "run", "job.toml", "--profile", f"./{profile}.toml", "--name", file.split(".")[0], *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.soak
-@pytest.mark.integration
-def test_launch_from_an_exported_file_makes_the_same_plan(folder: Path) -> None:
-    """Two ranks with data parallelism, two with ZeRO settings in the YAML, and one with ZeRO settings in a JSON file."""
-    two = ["--world-size", "2"]
-    assert export("ddp", "--to", "accelerate", *two, "--output", "ddp.yaml") == 0
-    assert export("zero", "--to", "accelerate", *two, "--output", "spelled.yaml") == 0
-    assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
-    assert export("zero", "--to", "accelerate", "--deepspeed-config-file", "ds.json", "--output", "pointed.yaml") == 0
-    assert not any(str(folder) in path.read_text() for path in folder.glob("*.yaml"))
-
-    expected = {"ddp": ("ddp", 2), "spelled": ("zero", 2), "pointed": ("zero", 1)}
-    runs = {name: launched(f"{name}.yaml", profile) for name, (profile, _) in expected.items()}
-    outputs = {name: run.communicate(timeout=240)[0] for name, run in runs.items()}
-    for name, run in runs.items():
-        assert run.returncode == 0, outputs[name][-3000:]
-        found = json.loads((folder / "runs" / name / "plan.json").read_text())
-        profile, ranks = expected[name]
-        wanted = json.loads(json.dumps(api.resolve(f"./{profile}.toml", "job.toml", world_size=ranks).to_dict()))
-        for part in ("profile", "model", "job", "training", "batch", "world_size", "plugins", "provenance"):
-            assert found[part] == wanted[part], (name, part)
-        evidence = json.loads((folder / "runs" / name / "evidence.json").read_text())["plugins"]
-        assert {row["status"] for row in evidence} == {"active"}, evidence
-
-
 TRAINER = """
 from types import SimpleNamespace
 from transformers import TrainingArguments

@@ -57,21 +57,13 @@ def training(folder: Path, workers: int = 0, errors: Any = subprocess.STDOUT) ->
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "workers"),
-    [
-        (signal.SIGINT, 130, 2),
-        pytest.param(signal.SIGINT, 130, 0, marks=pytest.mark.soak),
-        *(pytest.param(signal.SIGTERM, 143, workers, marks=pytest.mark.soak) for workers in (0, 2)),
-    ],
-)
-def test_signal_is_recorded_in_the_status(number: signal.Signals, code: int, workers: int, tmp_path: Path) -> None:
-    with training(tmp_path, workers) as process:
-        os.killpg(process.pid, number)  # as a terminal does: the workers get it too
+def test_signal_is_recorded_in_the_status(tmp_path: Path) -> None:
+    with training(tmp_path, workers=2) as process:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
         rest, _ = process.communicate(timeout=120)
-    assert process.returncode == code, rest
+    assert process.returncode == 130, rest
     assert "bug in hwopt" not in rest
-    assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == code
+    assert json.loads((tmp_path / "runs" / "long" / "status.json").read_text())["exit_code"] == 130
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

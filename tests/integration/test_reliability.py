@@ -129,33 +129,6 @@ def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
     work.resumes_exactly("twice", undisturbed)
 
 
-def full_disk_when(condition: Callable[[], bool]) -> Callable[[], None]:
-    """A function that makes the disk full for the writer thread while `condition` is true."""
-
-    def disturb() -> None:
-        fsync = os.fsync
-
-        def full(number: int) -> None:
-            if condition() and threading.current_thread().name.startswith("hwopt-writer"):
-                disk_full()
-            fsync(number)
-
-        os.fsync = full
-
-    return disturb
-
-
-def test_failing_rank_decides_the_exit_code(work: Work) -> None:
-    """The other rank sees only a lost connection. Its exit code must not replace that of the failing rank."""
-    run = work.run("rank-full")
-    codes = work.codes(run.name, disturb=full_disk_when((run / "checkpoint-10").is_dir), ranks=2)
-    assert codes[0] == 6
-    assert codes[1] != 0
-    assert status(run)["exit_code"] == 6
-    assert "No space left on device" in status(run)["message"]
-    shutil.rmtree(run)
-
-
 def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
     """A suspension (Ctrl-Z, a frozen container) may last longer than training.hang_timeout."""
     (pid,) = work.started("stopped", "--set", "training.hang_timeout=2")
