@@ -91,19 +91,6 @@ def test_paths_of_a_job_start_at_its_folder_then_at_the_working_directory(tmp_pa
     assert "Searched: the folder of the job's file 'jobs', the working directory" in done.stderr
 
 
-def test_unknown_label_in_eval_is_an_error_or_skipped(tmp_path: Path) -> None:
-    write_job(tmp_path)
-    with open(tmp_path / "dev.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"text": "red", "label": "colr"}\n')
-    done = hwopt("run", "--profile", "cpu", "--set", "data.on_bad_row=stop", cwd=tmp_path)
-    assert done.returncode == 4
-    assert "dev.jsonl:13: " in done.stderr
-    assert "Did you mean 'colour'" in done.stderr
-    done = hwopt("run", "--profile", "cpu", "--set", "data.max_bad_rows=0.1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("skipped 1 of 13 rows of dev.jsonl: line 13") == 2, "at the start and at the end"
-
-
 def test_shortcuts_set_keys_of_job_and_profile(tmp_path: Path) -> None:
     write_job(tmp_path)
     shortcuts = ("--lr", "3e-4", "--epochs", "2", "--max-steps", "7", "--batch", "32")

@@ -72,9 +72,3 @@ def test_runs_of_the_page_print_the_same_lines_with_other_figures(folder: Path, 
     monkeypatch.setattr(use, "ENOUGH_SECONDS", 0.0)  # few steps have a verdict too
     for block in (block for block in BLOCKS if block.measured):
         assert labels(block.shown) <= labels(excerpt(block, folder)), block.command
-
-
-def test_gaps_in_an_output_are_marked() -> None:
-    block = QUESTIONS.Block("hwopt plan", "^(b|d)", False, "")
-    assert block.excerpt("a\nb\nc\nd\ne\n") == "b\n…\nd\n"
-    assert QUESTIONS.Block("hwopt plan", None, False, "").excerpt("a\n") == "a\n"

@@ -52,6 +52,7 @@ def test_duplicate_name_names_both_entry_points() -> None:
     [
         ({"api_version": API_VERSION + 1}, "plugin API"),
         ({"relations": Relations(replaces=("model_steps",))}, "expected a slot or a key"),
+        ({"relations": Relations(replaces=("optimizer", "batch"))}, "expected a slot or a key"),
         ({"requires": ("batch",)}, "a plugin has no attribute `requires`"),
         ({"effect": "none"}, "`effect` must be bits, rounding or method"),
         ({"name": "other"}, "must be the entry point's name"),

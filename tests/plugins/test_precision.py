@@ -13,7 +13,6 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hwopt import api
 from hwopt.distributed.engine import Engine
-from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
@@ -249,13 +248,6 @@ def test_pure_run_saves_bf16_and_resumes_with_the_same_bits(tmp_path):
     resumed = rewound(run, tmp_path / "again", 2)
     api.execute(plan, resumed, cache=tmp_path / "cache", resume=True)
     assert saved_bits(resumed / "final") == saved_bits(run / "final")
-
-
-def test_resume_refuses_another_level_than_pure(tmp_path):
-    train_tiny(plan_of_pure(tmp_path), tmp_path)
-    resumed = rewound(tmp_path / "run", tmp_path / "again", 2)
-    with pytest.raises(InputError, match=r"plugins\.precision"):
-        api.execute(plan_of_pure(tmp_path, precision={"dtype": "bf16"}), resumed, cache=tmp_path / "cache", resume=True)
 
 
 @pytest.mark.parametrize(("level", "expected"), [("O1", (4, 4, 8, 0)), ("O2", (2, 2, 8, 4)), ("pure", (2, 2, 4, 0))])

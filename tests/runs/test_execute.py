@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hwopt import api
-from hwopt.errors import FolderInUseError, InputError, NonFiniteError, StorageError
+from hwopt.errors import FolderInUseError, NonFiniteError, StorageError
 from hwopt.planning.plan import Plan
 from hwopt.runs.folder import LOCK, OWNER, lock_run_folder, run_folder
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
@@ -78,12 +78,6 @@ def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, messag
     assert message in status_message
     assert not (tmp_path / "run" / LOCK).exists()
     assert not (tmp_path / "run" / "final").exists()
-
-
-def test_error_in_the_job_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="eval_f2"):
-        api.execute(make_plan(tmp_path, metric_for_best_model="eval_f2"), tmp_path / "run", cache=tmp_path / "cache")
-    assert not (tmp_path / "run").exists()
 
 
 def test_run_without_a_name_takes_the_next_folder_if_another_process_is_faster(tmp_path: Path) -> None:

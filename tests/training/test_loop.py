@@ -172,24 +172,6 @@ def test_unknown_metric_is_refused_before_the_run_folder_exists(metric: str, exp
     assert not (tmp_path / "run").exists()
 
 
-def test_checkpoints_open_with_from_pretrained_and_old_ones_are_deleted(tmp_path: Path) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    job = tiny_job(tmp_path / "data", max_steps=6, save_steps=2, save_total_limit=2)
-    train_tiny(plan_for(tiny_profile(), job), tmp_path)
-    saved = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert saved == ["checkpoint-4", "checkpoint-6"]
-    AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-4")
-
-
-def test_two_equal_runs_have_the_same_bits(tmp_path: Path) -> None:
-    losses = []
-    for number in range(2):
-        job = tiny_job(tmp_path / "data")
-        losses.append(train_tiny(plan_for(tiny_profile(length_batching={}), job), tmp_path / str(number)).losses)
-    assert losses[0] == losses[1]
-
-
 def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
     """For example, a worker dies between two micro-batches. The resumed run repeats this step."""
     plan = plan_for(tiny_profile(batch={"train": 4, "effective": 12}), tiny_job(tmp_path / "data", logging_steps=4))
