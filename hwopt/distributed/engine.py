@@ -71,9 +71,12 @@ class Engine:
     def init_state(self, force: bool = False) -> None:
         """Create the optimizer's state before step 1, so that the first update cannot run out of memory.
 
-        With `found_inf` set the update is skipped, which changes no bit. Other optimizers do so only with `force`, in a step with
-        zero gradients; the caller must then overwrite the weights and the state.
+        An optimizer may have a method for it, `create_state()`. With `found_inf` set the update is skipped, which changes no bit.
+        Other optimizers do so only with `force`, in a step with zero gradients; the caller must then overwrite weights and state.
         """
+        if hasattr(self.optimizer, "create_state"):
+            self.optimizer.create_state()
+            return
         if not self.takes_found_inf and not force:
             return
         for parameter in self.parameters:
@@ -84,6 +87,11 @@ class Engine:
         if self.takes_found_inf:
             del self.optimizer.found_inf  # a GradScaler sets its own
         self.zero_grad()
+
+    @property
+    def has_late_state(self) -> bool:
+        """Whether the first update creates the optimizer's state, because `init_state` cannot."""
+        return not (self.takes_found_inf or hasattr(self.optimizer, "create_state"))
 
     def micro_batches(self, batch: StepBatch, rung: int) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches of `batch`, each with whether it is the last one."""

@@ -84,6 +84,8 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], *, stochastic_roundi
 def without_waits(cls: Any) -> Any:
     """A subclass of the bitsandbytes optimizer `cls` with the same update, in which the host waits for paged states only.
 
+    Its `create_state()` makes the states before step 1, so that they do not split the blocks that an evaluation needs later.
+
     `cls` waits for the device after each parameter. Its kernels run on the default stream, in order with those of torch. Only
     paged states need the wait: the driver moves them between host and device. Source: bitsandbytes/optim/optimizer.py.
     """
@@ -108,10 +110,19 @@ def without_waits(cls: Any) -> Any:
             wait(first)
         return loss
 
+    def create_state(self: Any) -> None:
+        if not self.initialized:
+            self.check_overrides()
+            self.to_gpu()
+            self.initialized = True
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if not self.state[parameter]:
+                    self.init_state(group, parameter, number, place)
+
     # the name and the module of `cls`: messages and evidence name the library that updates the weights
-    return type(
-        cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": without_waits.__doc__, "step": torch.no_grad()(step)}
-    )
+    own = {"step": torch.no_grad()(step), "create_state": torch.no_grad()(create_state)}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": without_waits.__doc__, **own})
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -20,9 +21,13 @@ STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
 
 
+State = Literal["exists", "missing", "created"]
+"""Whether the optimizer's state exists before a step, does not exist, or is created in its update."""
+
+
 @dataclass(frozen=True)
 class PlayedRun:
-    """What the allocator counts in a run that evaluates and then trains.
+    """What the allocator counts in a run that tries an evaluation, trains, evaluates and trains on.
 
     The peaks are torch's `max_memory_allocated` in a step that follows others of its kind.
     """
@@ -36,15 +41,23 @@ class PlayedRun:
 def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = None) -> PlayedRun:
     """Return the memory of a run. hwopt tries the largest evaluation batch before step 1.
 
+    A later evaluation finds other free blocks: the steps before it have split the large ones for what they keep.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
     """
     if not train.cached:
         peaks = train.peak(), evaluation.peak()
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
-    evaluating = Player(evaluation, CachingAllocator(train.expandable))
+    allocator = CachingAllocator(train.expandable)
+    tried = Player(evaluation, allocator)
+    tried.step("missing" if train.late_state else "exists")
+    training = Player(train, allocator, tried)
+    if train.late_state:
+        training.step("created")
+    peak = training.steady_step()
+    evaluating = Player(evaluation, allocator, training)
     eval_peak = evaluating.step()
-    training = Player(train, evaluating.allocator, evaluating)
-    peak, reserved = training.steady_step(), training.allocator.reserved
+    Player(train, allocator, evaluating).steady_step()
+    reserved = allocator.reserved
     if pooled is not None:
         reserved = max(reserved, reserved_beside_pool(train, evaluation, pooled))
     return PlayedRun(peak, eval_peak, reserved)
@@ -88,6 +101,9 @@ class Player:
         self.timeline, self.allocator = timeline, allocator
         self.sizes: list[int] = np.ceil(timeline.sizes).astype(np.int64).tolist()
         self.events: list[int] = timeline.events[timeline.before :].tolist()
+        self.state = set(np.flatnonzero(timeline.kinds[: timeline.before] == KINDS.index("optimizer_state")).tolist())
+        self.update = int(timeline.phases[1]) - timeline.before
+        """Place of the first event of the update in `events`."""
         self.live: dict[int, Block] = {}
         """Storage number -> its block."""
         self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
@@ -102,15 +118,17 @@ class Player:
                 break
         return peak
 
-    def step(self) -> Peak:
+    def step(self, state: State = "exists") -> Peak:
         """Play one step and return the peak of what is allocated."""
-        self.enter()
+        self.enter(has_state=state == "exists")
         allocator, live, sizes = self.allocator, self.live, self.sizes
         held = np.zeros(len(sizes))
         for number, block in live.items():
             held[number] = block.size
         most, at = allocator.allocated, 0
         for place, event in enumerate(self.events):
+            if state == "created" and place == self.update:
+                live |= {number: allocator.allocate(sizes[number]) for number in sorted(self.state) if sizes[number]}
             if event > 0:
                 if size := sizes[event - 1]:
                     block = live[event - 1] = allocator.allocate(size)
@@ -124,15 +142,16 @@ class Player:
         by_kind = np.bincount(self.timeline.kinds[numbers], weights=np.sign(events) * held[numbers], minlength=len(KINDS))
         return Peak(most, {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
 
-    def enter(self) -> None:
+    def enter(self, has_state: bool = True) -> None:
         """Allocate the storages that exist before the step. Blocks that earlier steps left replace storages of the same size."""
+        exists = set(range(self.timeline.before)) - (set() if has_state else self.state)
         taken = {number: block for number, block in self.live.items() if number < self.timeline.before}
         self.left += [(self.sizes[number], self.live[number]) for number in self.live.keys() - taken.keys()]
         left: defaultdict[int, list[Block]] = defaultdict(list)
         for size, block in self.left:
             left[size].append(block)
         missing = []
-        for number in range(self.timeline.before):
+        for number in sorted(exists):
             if number not in taken and (size := self.sizes[number]):
                 if left[size]:
                     taken[number] = left[size].pop(0)

@@ -37,6 +37,13 @@ class Lengths:
     """Where `longest` comes from, for the reader of a report."""
     refused: str = ""
     """Why a run would refuse the data that are on this machine; empty if it would not, or if they are not here."""
+    eval_rows: int | None = None
+    """Rows of the largest part that is evaluated, 0 without one; None if the data was not read."""
+
+    def eval_batch(self, plan: Plan) -> int:
+        """The rows of the largest evaluation batch on one rank."""
+        most = plan.batch.eval if self.eval_rows is None else -(-self.eval_rows // plan.world_size)
+        return min(plan.batch.eval, most)
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
@@ -55,7 +62,9 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     longest = max(int(store.lengths.max()) for store in stores)
     cut = sum(store.meta.get("cut", 0) for store in stores)
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
-    return Lengths(prepared.train.lengths, longest, len(prepared.label_names or ()) or DEFAULT_LABELS, source)
+    labels = len(prepared.label_names or ()) or DEFAULT_LABELS
+    evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
+    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated)
 
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:

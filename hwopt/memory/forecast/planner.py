@@ -91,7 +91,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     except NotTraceable:
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
-    rows, eval_rows, width = memory.rows, plan.batch.eval, memory.width
+    rows, eval_rows, width = memory.rows, lengths.eval_batch(plan), memory.width
     run = partial(run_at, plan, trace)
     most = plan.model.max_positions or MOST_LENGTH
     longest = None
@@ -136,7 +136,7 @@ def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tu
 def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
     """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
-    run = played_run(*run_at(plan, trace, shape.rows, plan.batch.eval, shape.width, step))
+    run = played_run(*run_at(plan, trace, shape.rows, lengths.eval_batch(plan), shape.width, step))
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets}
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),

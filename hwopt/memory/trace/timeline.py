@@ -61,6 +61,8 @@ class Timeline:
     """(storages, 2) columns and rows of the sum whose workspace the storage is; zeros for other storages."""
     processors: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     """(2,) multiprocessors of the card, and threads of each."""
+    late_state: bool = False
+    """Whether the optimizer creates its state in the first update, and not before step 1."""
 
     def peak(self) -> Peak:
         """Return the peak of the tensors' rounded sizes, by kind; `playback` adds what the allocator does."""

@@ -32,7 +32,7 @@ from hwopt.memory.trace.dry_run import (
 from hwopt.memory.trace.layer_blocks import NotRepeated
 from hwopt.memory.trace.skipped_layers import SkippedLayers
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracker import MemoryTracker
+from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.planning.plan import Plan
 
 StepFunction = Callable[[Shape], Timeline]
@@ -65,6 +65,7 @@ def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iter
         workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.kept_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")
         tracker.expandable = card.expandable_segments()
+        tracker.late_state = run.engine.has_late_state
         label_storages(run, tracker)
         make_optimizer_state(run, tracker)
         layers = SkippedLayers(run.inner_model, run.optimizer, tracker)
@@ -73,6 +74,7 @@ def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iter
             layers.install()
 
         def trace(step: Callable[[Any, Any], None], shape: Shape) -> Timeline:
+            tracker.counts_of_sum = counts_of_sum()  # not sooner: a process that ran a backward pass cannot be forked
             gc.collect()  # earlier garbage is not part of the step
             tracker.reset()
             with tracker.new_storages_are("activations"), garbage_collection_off():

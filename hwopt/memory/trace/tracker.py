@@ -7,22 +7,25 @@ Source: torch.distributed._tools.mem_tracker does the same with module hooks and
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hwopt.memory.trace.column_sums import ColumnSum, workspace_bytes
 from hwopt.memory.trace.timeline import KINDS, Timeline
 
+ADD = torch.ops.aten.add.Tensor
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 
@@ -54,6 +57,9 @@ class MemoryTracker(FakeTensorMode):
         self.update = self.before = 0
         self.phases = [0, 0]
         self.expandable = False
+        self.late_state = False
+        self.counts_of_sum: tuple[int, ...] = (-1,)
+        """`counts_of_sum()`; by default no sum is counted as one in place."""
         self._inside = False
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._alive: dict[int, Any] = {}
@@ -70,6 +76,7 @@ class MemoryTracker(FakeTensorMode):
             return self.read_value(args[0])
         if self._inside:  # operations inside a fake implementation are not counted
             return self.dispatch(func, types, args, kwargs)
+        in_place = func is ADD and isinstance(args[0], FakeTensor) and reference_counts(args[0]) == self.counts_of_sum
         self._inside = True
         try:
             out = self.dispatch(func, types, args, kwargs)
@@ -77,10 +84,12 @@ class MemoryTracker(FakeTensorMode):
             self._inside = False
         before = len(self.sizes)
         found = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        if in_place:
+            self._reuse(args[0], out)
         self.add(found)
         if (inside := self.workspaces.get(func)) is not None:
             self.add_workspace(inside(*args, **kwargs))
-        if len(self.sizes) > before or func._schema.is_mutable:  # not a view
+        if len(self.sizes) > before or in_place or func._schema.is_mutable:  # not a view
             self._record(func, args, kwargs, out, found)
         return out
 
@@ -184,6 +193,7 @@ class MemoryTracker(FakeTensorMode):
             np.array(self.host_sizes, np.float64),
             np.array([self.column_sums.get(number, (0, 0)) for number in range(len(self.sizes))], np.float64).reshape(-1, 2),
             np.array(self.processors, np.int64),
+            self.late_state,
         )
 
     def _new(self, size: int) -> int:
@@ -192,6 +202,14 @@ class MemoryTracker(FakeTensorMode):
         self.kinds.append(KINDS.index(self.kind))
         self.events.append(number + 1)
         return number
+
+    def _reuse(self, old: Tensor, out: Any) -> None:
+        """Count the storage of `out` as that of `old`, which nobody else uses."""
+        number = self._numbers.pop(old.untyped_storage()._cdata, None)
+        if number is not None:
+            storage = out.untyped_storage()
+            self._numbers[storage._cdata] = number
+            self._alive[number] = weakref.ref(storage, partial(self._freed, storage._cdata, number))
 
     def _freed(self, key: int, number: int, _: Any) -> None:
         if self._alive.pop(number, None) is not None:
@@ -206,3 +224,33 @@ class MemoryTracker(FakeTensorMode):
         self.ends.append(len(self.operands))
         self.flops.append(float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0)
         self.dtypes.append(str(read[0].dtype).removeprefix("torch.") if read else "float32")
+
+
+def reference_counts(tensor: Tensor) -> tuple[int, ...]:
+    """The references to `tensor` in C++, to its storage, and in Python; () where torch does not tell."""
+    if not hasattr(tensor, "_use_count"):
+        return ()
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), storage, sys.getrefcount(tensor)
+
+
+@cache
+def counts_of_sum() -> tuple[int, ...]:
+    """The `reference_counts` of a gradient to which autograd adds another one and that nobody else holds.
+
+    There autograd adds in place, except below a dispatch mode. The counts include those of the way to the mode, so a sum of two
+    gradients is made here and measured.
+    """
+    seen: list[tuple[int, ...]] = [()]
+
+    class Probe(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is ADD:
+                seen.append(reference_counts(args[0]))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with _disable_current_modes(), Probe(), torch.enable_grad():
+        leaf = torch.zeros(2, requires_grad=True)
+        twice = leaf * 2
+        torch.cat([twice * 3, twice * 4]).sum().backward()
+    return seen[-1] or (-1,)

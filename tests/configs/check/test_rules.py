@@ -59,6 +59,15 @@ batch-power-of-two | 2 |  | level=information
 learning-rate | 1 | learning_rate: 3e-05
   learning_rate: 2e-3 / per_device_train_batch_size: 32
   learning_rate: 2e-5 / per_device_train_batch_size: 32
+worst-model | 1 | greater_is_better: false
+  metric_for_best_model: eval_loss / greater_is_better: true
+  metric_for_best_model: eval_f1 / greater_is_better: true
+warmup-ignored | 1 | lr_scheduler_type: constant_with_warmup
+  lr_scheduler_type: constant / warmup_steps: 500
+  lr_scheduler_type: constant / warmup_steps: 0
+learning-rate | 1 | learning_rate: 3e-05
+  learning_rate: 2e-3 / per_device_train_batch_size: 32
+  learning_rate: 5e-6 / per_device_train_batch_size: 32 / beta: 0.1 / use_peft: true
 learning-rate | 1 | learning_rate: 0.0003
   learning_rate: 1e-6 / per_device_train_batch_size: 32 / use_peft: true
   learning_rate: 2e-4 / per_device_train_batch_size: 32 / use_peft: true

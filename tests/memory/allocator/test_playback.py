@@ -70,6 +70,17 @@ def test_training_reuses_what_the_evaluation_reserved() -> None:
     assert (run.train.bytes, run.eval.bytes, run.reserved) == (140 * MIB, 160 * MIB, 160 * MIB)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(late: bool) -> None:
+    """Weights of 100 MiB, a state of 20, an evaluation of 300; a step of 40 whose update takes 10."""
+    kinds = np.array([KINDS.index(kind) for kind in ("weights", "optimizer_state", "activations", "temporary")])
+    evaluation = replace(timeline([100, 20, 300, 0], [3, -3], before=2), kinds=kinds)
+    train = replace(timeline([100, 20, 40, 10], [3, -3, 4, -4], before=2), kinds=kinds, late_state=late)
+    run = played_run(replace(train, phases=np.array([3, 4])), evaluation)
+    assert run.reserved == (720 - 20 if late else 420) * MIB
+    assert (run.train.bytes, run.eval.bytes) == (160 * MIB, 420 * MIB)
+
+
 def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -> None:
     train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 30], [2, -2], before=1)
     assert played_run(train, evaluation).reserved == 170 * MIB

@@ -17,7 +17,7 @@ from hwopt.memory.trace.column_sums import ColumnSum, threads_per_multiprocessor
 from hwopt.memory.trace.dry_run import Shape, dry_run_of, fake_recipe
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.traced_step import fake_step_functions
-from hwopt.memory.trace.tracker import MemoryTracker
+from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
 MIB = 1 << 20
@@ -155,3 +155,56 @@ def test_traced_model_has_the_parameters_of_the_model_facts(tied: bool, tmp_path
     plan = plan_for(tiny_profile(), job)
     with dry_run_of(plan, fake_recipe(plan), 2, torch.device("cpu")) as run:
         assert sum(parameter.numel() for parameter in run.inner_model.parameters()) == plan.model.parameters
+
+
+class FusedLoss(torch.autograd.Function):
+    """Computes its gradients in the forward pass, as fused losses do."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        context.gradients = torch.ones_like(hidden), torch.ones_like(weight)
+        return hidden.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        gradients, context.gradients = context.gradients, None
+        return gradients
+
+
+def tied_weights() -> None:
+    weight = torch.zeros(100, 8, requires_grad=True)
+    FusedLoss.apply(functional.embedding(torch.arange(5), weight), weight).backward()
+
+
+def residual_stream() -> None:
+    stream = torch.zeros(4, 8, requires_grad=True) * 2
+    weight = torch.zeros(8, 8, requires_grad=True)
+    for _ in range(3):
+        stream = stream + torch.relu(stream @ weight)
+    stream.sum().backward()
+
+
+def gradient_that_is_kept() -> None:
+    kept: list[Any] = []
+    stream = torch.zeros(4, 8, requires_grad=True) * 2
+    stream.register_hook(kept.append)
+    first = stream * 3
+    first.register_hook(kept.append)
+    (first.exp() + stream.tanh()).sum().backward()
+
+
+@pytest.mark.parametrize(("function", "sums"), [(tied_weights, 1), (residual_stream, 4), (gradient_that_is_kept, 1)])
+def test_gradients_are_added_in_place_where_autograd_does_so(
+    function: Callable[[], None], sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.profiler.profile() as profile:
+        function()
+    reused: list[int] = []
+    reuse = MemoryTracker._reuse
+    monkeypatch.setattr(MemoryTracker, "_reuse", lambda self, *tensors: (reused.append(1), reuse(self, *tensors)))
+    tracker = MemoryTracker()
+    tracker.counts_of_sum = counts_of_sum()
+    with tracker:
+        function()
+    in_place = sum(event.name == "aten::add_" for event in profile.events())
+    assert (len(reused), in_place) == (sums, sums)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import ceil, sqrt
 
 from hwopt.configs.check.contract import Facts, Finding, rule
+from hwopt.configs.python_file import PARTS
 from hwopt.configs.view import View, is_number
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
@@ -22,6 +23,11 @@ TOKENS_OF_A_STEP = 8_192
 USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 """Learning rate of fine-tuning with AdamW at that many rows a step (Devlin et al. 2019: 2e-5 to 5e-5), ten times that for LoRA
 (Hu et al. 2022: 2e-4), and the factor beyond which a rate is far from it."""
+
+PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
+"""Keys of files that train preferences or rewards."""
+FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
+"""Keys of files that train a model without weights."""
 
 
 @rule("eval-batch", "warning", words=(EVAL,), source="notes.md#rtx-3070-16-or-32-rows: 192 for a training batch of 16")
@@ -105,6 +111,15 @@ def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def is_fine_tuning(view: View) -> bool:
+    """Whether the file trains labels or texts with a model that has weights: preferences and rewards need far smaller rates."""
+    keys = {entry.path[-1]: entry.value for entry in view.source.entries}
+    preferences = keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft") or keys.get("rl")
+    classes = [call.split()[0] for call in view.source.calls]
+    other = any(name.endswith("Config") and name not in ("SFTConfig", *PARTS) for name in classes)
+    return not (preferences or other or keys.keys() & FROM_SCRATCH)
+
+
 @rule(
     "learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022 (arXiv:2205.10287)"
 )
@@ -112,6 +127,8 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows, adapter = view.number("learning_rate"), view.effective_rows, view.is_on("use_peft")
     adapter_unknown = not adapter and not view.lacks("use_peft") and view.language == "Python"
+    if not is_fine_tuning(view):
+        return
     if rate is None or rows is None or "adam" not in str(view.value("optim", "adamw")) or adapter_unknown:
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)

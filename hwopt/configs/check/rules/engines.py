@@ -30,7 +30,11 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
             word,
             f"{view.spelled(word)} is true, and the file has no adapter.",
             "transformers stops: quantized weights get no gradients, so that there is nothing to train.",
-            view.line("use_peft", True) if view.tool == "transformers" else f"{view.spelled(word)}: false, or train LoRA",
+            "pass the Trainer get_peft_model(model, LoraConfig(…)), or give SFTTrainer peft_config"
+            if view.language == "Python"
+            else view.line("use_peft", True)
+            if view.tool == "transformers"
+            else f"remove {view.spelled(word)}, or train LoRA",
         )
 
 
