@@ -14,7 +14,7 @@ Numerical effect: a different training method.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,15 +45,23 @@ def classification_heads(model: Any) -> list[str]:
     ]
 
 
-def new_token_indices(model: Any) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices` for the tokens that the model got for this job, which no frozen row can learn."""
+def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list[int]] | None:
+    """PEFT's `trainable_token_indices` for the tokens that the model got for this job, which no frozen row can learn.
+
+    Modules that are trained `in_full` need none, nor does a layer that shares its weight with one of them.
+    """
     tokens = list(getattr(model, "new_tokens", ()))
     if not tokens:
         return None
     layers = {id(layer): layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None}
-    tied = len({layer.weight.data_ptr() for layer in layers.values()}) < len(layers)  # PEFT follows the input embedding
-    used = [model.get_input_embeddings()] if tied else layers.values()
-    return {name: tokens for layer in used for name, module in model.named_modules() if module is layer}
+    tied = len({layer.weight.data_ptr() for layer in layers.values()}) < len(layers)
+    names = {name: layer for layer in layers.values() for name, module in model.named_modules() if module is layer}
+    full = {name for name in names if name.split(".")[-1] in in_full or name in in_full}
+    if tied and full and full != names.keys():
+        missing = ", ".join(sorted(names.keys() - full))
+        raise PluginError(f"plugins.adapter: modules_to_save needs {missing} too, which has the same weights and new tokens")
+    used = [model.get_input_embeddings()] if tied else layers.values()  # PEFT follows the input embedding
+    return dict.fromkeys((name for name, layer in names.items() if layer in used and name not in full), tokens) or None
 
 
 def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.Options, task: str) -> Any:
@@ -75,7 +83,7 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
         exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
         layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
         task_type=task,
-        trainable_token_indices=new_token_indices(model),
+        trainable_token_indices=new_token_indices(model, options.modules_to_save),
         modules_to_save=[*heads, *options.modules_to_save] or None,
     )
     with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 renamed
