@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hwopt.config.task_kinds import task_kinds
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.export.launcher_environment import missing_ranks, parent_command
 from hwopt.hardware.detect import detect
 from hwopt.inference.evaluate import EvaluationReport
 from hwopt.inference.evaluate import evaluate as evaluate_run
@@ -96,8 +94,6 @@ def train(
         before = target.saved(default)
         plan = resolved()
     folder = target.folder(default)
-    if note := missing_ranks(os.environ, parent_command()):
-        plan = replace(plan, notes=(*plan.notes, note))
     if rank == 0:
         if plan.hardware.device_type == "cuda":
             plan = with_memory(plan, resolved, cache=cache, listener=plan_listener)

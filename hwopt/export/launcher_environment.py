@@ -6,12 +6,9 @@ A bare `accelerate launch` sets defaults (`no`, `NO`, `False`, `1`), which contr
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
@@ -95,35 +92,6 @@ def refuse_contradictions(
         elif given and given.lower() != FSDP_DEFAULTS.get(name) and not agree(given, value):
             problems.add(f"{name}={given} contradicts the plan, in which it is {normalized(value)}. {AGAIN} accelerate")
     problems.raise_if_any(InputError)
-
-
-def missing_ranks(environment: Mapping[str, str], parent_command: Sequence[str]) -> str:
-    """A note if `accelerate launch` was asked for several processes but started one, as it does on a CPU; "" otherwise.
-
-    `parent_command`: the command line of the parent process. The launcher passes the number to no variable.
-    """
-    command = " ".join(parent_command)
-    launched = any(
-        Path(part).name in ("accelerate", "accelerate-launch") or "accelerate.commands" in part for part in parent_command
-    )
-    asked = re.search(r"--num[-_]processes[ =]([0-9]{1,6})(?![0-9])", command)
-    if environment.get("WORLD_SIZE") or not launched or "ACCELERATE_MIXED_PRECISION" not in environment:
-        return ""
-    if asked is None or (count := int(asked[1])) == 1:
-        return ""
-    return (
-        f"`accelerate launch --num_processes {count}` started one rank, not {count}: without --multi_gpu or a config file it "
-        f"starts one process. For {count} ranks on this machine run `hwopt run --processes {count} …`"
-    )
-
-
-def parent_command() -> list[str]:
-    """The command line of the parent process; empty if the system does not tell."""
-    try:
-        parent = psutil.Process().parent()
-        return [] if parent is None else parent.cmdline()
-    except psutil.Error:
-        return []
 
 
 def contradictions(path: str, planned: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 from accelerate.utils import str_to_bool
 
 from hwopt.errors import InputError
-from hwopt.export.launcher_environment import NO, YES, missing_ranks, refuse_contradictions, refuse_odd_switches
+from hwopt.export.launcher_environment import NO, YES, refuse_contradictions, refuse_odd_switches
 from hwopt.hardware.device import described
 from hwopt.system.ranks import rank_and_world
 
@@ -119,20 +119,3 @@ def test_rank_and_world_size_come_from_the_environment() -> None:
     assert rank_and_world({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
     with pytest.raises(InputError, match="whole number"):
         rank_and_world({"RANK": "first"})
-
-
-@pytest.mark.parametrize(
-    ("command", "count"),
-    [
-        (["python", "/usr/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "hwopt"], 2),
-        (["python", "-m", "accelerate.commands.launch", "--num-processes=4", "train.py"], 4),
-        (["python", "/usr/bin/accelerate", "launch", "--num_processes", "1", "-m", "hwopt"], 1),
-        (["bash", "-c", "hwopt run --num_processes 2"], 1),
-    ],
-)
-def test_ranks_that_accelerate_did_not_start_are_named(command: list[str], count: int) -> None:
-    set_by_launcher = {"ACCELERATE_MIXED_PRECISION": "no"}
-    note = missing_ranks(set_by_launcher, command)
-    assert (f"started one rank, not {count}" in note and f"--processes {count}" in note) if count > 1 else note == ""
-    assert missing_ranks({}, command) == ""
-    assert missing_ranks(set_by_launcher | {"WORLD_SIZE": "2"}, command) == ""
