@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import rich_click as click
 from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, say_json, source_options
 from hwopt.errors import StorageError
 from hwopt.report.status_line import status_line
+from hwopt.system.paths import refuse_output, write_text
 
 
 @click.command(
@@ -47,13 +47,12 @@ def bench(
     **asked: Any,
 ) -> int:
     if output is not None:
-        refuse_unwritable(output)
+        refuse_output(output, "-o", unwritable=StorageError)
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
     from hwopt.report.terminal import Terminal
     from hwopt.runs.processes import command_line
     from hwopt.system import signals
-    from hwopt.system.paths import write_text
     from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort
     from hwopt.trials.trial import Variant
@@ -74,10 +73,3 @@ def bench(
     if ended is not None:
         raise ended
     return 0
-
-
-def refuse_unwritable(output: Path) -> None:
-    """Raise StorageError, before anything is measured, if `output` cannot be created."""
-    folder = output.absolute().parent
-    if not folder.is_dir() or not os.access(output if output.exists() else folder, os.W_OK):
-        raise StorageError(f"-o {output}: cannot be written. Give a file in an existing folder")

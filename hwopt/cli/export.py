@@ -50,11 +50,12 @@ def export(
     from hwopt import api
     from hwopt.export import files
     from hwopt.memory.forecast.communication import Ranks
+    from hwopt.system.paths import OR_FORCE, refuse_output, write_text
 
     quiet_transformers()
     ranks = Ranks(world_size, nodes)
     if output is not None:
-        files.refuse_taken(output, force)  # before the work, not after
+        refuse_output(output, "--output", "" if force else OR_FORCE)
     device = "detected" if profile == "auto" else hardware
     plan = api.resolve(profile, hardware=device, world_size=ranks.number, inputs=inputs, **asked)
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)
@@ -63,5 +64,5 @@ def export(
     if output is None:
         click.echo(text, nl=False)
     else:
-        files.write(output, text, force)
+        write_text(output, text, new=not force)
         say(f"written: {output}", err=True)

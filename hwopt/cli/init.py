@@ -12,6 +12,7 @@ import rich_click as click
 
 from hwopt.cli.options import announce_loading, quiet_libraries, quiet_transformers
 from hwopt.errors import InputError
+from hwopt.system.paths import refuse_output, write_text
 from hwopt.text import cut, nearest, printable
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ LONGEST_QUESTION = 70
 @click.option("-o", "--output", type=Path, default=Path("job.toml"), show_default=True, help="The file to write; it must be new.")
 @click.option("--yes", is_flag=True, help="Take every proposal and ask nothing.")
 def init(data: str | None, output: Path, yes: bool) -> None:
-    from hwopt.tasks.proposal import refuse_existing
-
-    refuse_existing(output)
+    refuse_output(output, "-o", "hwopt init overwrites no file. Give another name")
     if not yes and not sys.stdin.isatty():
         raise InputError("hwopt init asks questions, but its input is not a terminal; add --yes to take every proposal")
     if data is None and yes:
@@ -40,7 +39,6 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     quiet_libraries()
     announce_loading()
     from hwopt import api
-    from hwopt.config.new_job import write_new
     from hwopt.report.terminal import Terminal, say
 
     console = Terminal()
@@ -59,7 +57,7 @@ def init(data: str | None, output: Path, yes: bool) -> None:
         model=questions.text("Model" if model else "Model, a hub name or a folder (empty: the small one)", model),
         profile=questions.choice("Profile", proposal.profile, ("auto", *proposal.profiles), show=False),
     )
-    write_new(output, proposal.text(output))
+    write_text(output, proposal.text(output), new=True)
     say(console, "written", str(output))
     click.echo("\n" + printable("\n".join(proposal.commands(output))))
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hwopt.config.job import make_job
 from hwopt.config.task_kinds import task_kinds
 from hwopt.config.toml import parse_toml
 from hwopt.config.toml_text import inline
-from hwopt.errors import InputError
-from hwopt.system.paths import writing
 
 COMMENTS = {
     "model.name": "a hub name, or a folder made with save_pretrained()",
@@ -60,13 +57,3 @@ def job_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
     text = "\n".join(lines) + "\n"
     make_job(parse_toml(text.encode(), "the new job"))
     return text
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write `text` to a new file. Raises InputError if the file exists, StorageError if it cannot be written."""
-    with writing(path):
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError as error:
-            raise InputError(f"{path}: exists; hwopt init overwrites no file. Give another name with -o") from error

@@ -1,4 +1,4 @@
-"""The text of an exported file, and writing it. An existing file is overwritten only with --force."""
+"""The text of an exported file, and what it does not say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hwopt.export.deepspeed import engine_config, no_deepspeed
 from hwopt.export.script import script_file
 from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
-from hwopt.system.paths import path_kind, write_text
 
 Format = Literal["accelerate", "deepspeed", "trainer", "trl", "script"]
 
@@ -47,19 +46,3 @@ def remarks(plan: Plan) -> Iterator[str]:
     for entry in plan.entries:
         if entry.decision != "apply":
             yield f"{entry.name}: {entry.decision}: {entry.reason}"
-
-
-def refuse_taken(path: Path, force: bool) -> None:
-    kind = path_kind(path, "--output")
-    if kind == "folder":
-        raise InputError(f"--output {path}: is a folder; give the name of a file in it")
-    if path_kind(path.parent, "--output") != "folder":
-        raise InputError(f"--output {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
-    if kind != "missing" and not force:
-        raise InputError(f"--output {path}: exists; give another name, or --force to overwrite it")
-
-
-def write(path: Path, text: str, force: bool) -> None:
-    """Write `text`. Raises InputError if `path` exists, StorageError if it cannot be written."""
-    refuse_taken(path, force)
-    write_text(path, text)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, InputError, StorageError
-from hwopt.system.paths import writing
+from hwopt.system.paths import refuse_output, writing
 from hwopt.text import listing
 
 if TYPE_CHECKING:
@@ -46,19 +45,12 @@ class Writer:
         self.file.close()
 
 
-def refuse_output(path: Path, overwrite: bool) -> None:
-    """Raise InputError if `path` has no extension of WRITERS or exists, StorageError if its folder is not writable."""
+def refuse_table_output(path: Path, overwrite: bool) -> None:
+    """Raise InputError if `path` has no extension of WRITERS or exists, StorageError if it cannot be written."""
     if path.suffix.lower() not in WRITERS:
         known = listing(list(WRITERS))
         raise InputError(f"--output {path}: unknown extension {path.suffix!r}; give a file that ends with {known}")
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; give a file")
-    if not path.parent.is_dir():
-        raise StorageError(f"{path} could not be written: the folder {path.parent} does not exist. Create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise StorageError(f"{path} could not be written: no permission to write in {path.parent}. Give another file")
-    if path.exists() and not overwrite:
-        raise InputError(f"--output {path}: exists. Give another file, or --overwrite to replace it")
+    refuse_output(path, "--output", "" if overwrite else "give another name, or --overwrite to replace it", StorageError)
 
 
 @contextmanager

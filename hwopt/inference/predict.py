@@ -18,7 +18,7 @@ from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DataError, InputError
-from hwopt.inference.output import free_names, refuse_output, replacing
+from hwopt.inference.output import free_names, refuse_table_output, replacing
 from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
 from hwopt.tasks.predictors import Generation, ModelInput, TextPredictor
@@ -53,7 +53,7 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
 
     Raises InputError, DataError, StorageError or DoesNotFitError with a message that says what to change.
     """
-    refuse_output(output, options.overwrite)
+    refuse_table_output(output, options.overwrite)
     found = find_run_model(run, options.assignments)
     generation = options.generation
     if generation is not None and not make_task(found.job).generates:

@@ -5,6 +5,7 @@ Only regular files are opened: reading a pipe may block, and reading a device ma
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,10 @@ def read_regular_file(path: Path, max_bytes: int, where: str = "", error: type[H
     return raw
 
 
+OR_FORCE = "give another name, or --force to overwrite it"
+"""What to do about an existing file, of commands that have --force."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """A block that writes `path`, a file or a folder. Raises StorageError if the system refuses."""
@@ -65,7 +70,23 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file. Raises StorageError if it cannot be written."""
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
+def refuse_output(path: Path, option: str, exists: str = "", unwritable: type[HwoptError] = InputError) -> None:
+    """Check, before the work, that `option` names a file that can be written. `exists`: what to do about an existing file.
+
+    Raises InputError for a folder, and for an existing file unless `exists` is ""; `unwritable` if its folder does not exist;
+    StorageError without the permission to write.
+    """
+    if (kind := path_kind(path, option)) == "folder":
+        raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
+    if path_kind(path.parent, option) != "folder":
+        raise unwritable(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
+    if exists and kind != "missing":
+        raise InputError(f"{option} {path}: exists; {exists}")
+    if not os.access(path.parent if kind == "missing" else path, os.W_OK):
+        raise StorageError(f"{option} {path}: no permission to write; give another name")
+
+
+def write_text(path: Path, text: str, new: bool = False) -> None:
+    """Write a text file, which must not exist if `new`. Raises StorageError if it cannot be written."""
+    with writing(path), path.open("x" if new else "w", encoding="utf-8") as file:
+        file.write(text)

@@ -10,7 +10,6 @@ from typing import Any
 
 from hwopt.config.new_job import job_text
 from hwopt.config.task_kinds import task_class, task_facts
-from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients
@@ -138,11 +137,3 @@ def propose(data: DataColumns, hardware: Hardware, profile: tuple[str, str], pro
     name, why = profile
     known = name if name in profiles else "auto"
     return Proposal(data, propose_model(data, hardware), propose_length(data), known, why, tuple(profiles))
-
-
-def refuse_existing(output: Path) -> None:
-    """Raise InputError if `output` exists, or its folder does not."""
-    if output.exists() or output.is_symlink():
-        raise InputError(f"{output}: exists; hwopt init overwrites no file. Give another name with -o")
-    if not output.parent.is_dir():
-        raise InputError(f"{output}: the folder {str(output.parent)!r} does not exist; make it, or give another name with -o")

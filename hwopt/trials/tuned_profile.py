@@ -15,7 +15,7 @@ from hwopt.config.profile import Profile
 from hwopt.config.toml import parse_assignment
 from hwopt.config.toml_text import inline, plain, profile_name, text_of
 from hwopt.errors import InputError
-from hwopt.export.files import refuse_taken
+from hwopt.system.paths import OR_FORCE, refuse_output
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def output_file(given: Path | None, parent: Parent, job: Path | None, force: boo
         given = next(path for path in map(Path, names) if not path.exists())
     if given.suffix != ".toml":
         raise InputError(f"--output {given}: a profile ends with .toml: {given.name}.toml")
-    refuse_taken(given, force)
+    refuse_output(given, "--output", "" if force else OR_FORCE)
     if parent.file is not None:
         folder = parent.file.parent
         if given.resolve() == parent.file.resolve():

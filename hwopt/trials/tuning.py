@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hwopt.errors import DoesNotFitError, InputError
-from hwopt.export.files import write
 from hwopt.memory.planned import resolve
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 from hwopt.records.throughput import Ratio, Unit, Window, rate
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
+from hwopt.system.paths import write_text
 from hwopt.text import cut
 from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Setting, Trial
 from hwopt.trials.space import Space
@@ -135,7 +135,7 @@ def tuned(
     rows, best = [tuning.row(trial) for trial in tuning.search.trials], tuning.row(tuning.search.winner)
     if best.number == 1:
         return TuneResult(rows, best, ENDINGS[tuning.ending]), code
-    write(path, tuned_profile_text(path, parent, tuning.found(parent.label), assignments), force)
+    write_text(path, tuned_profile_text(path, parent, tuning.found(parent.label), assignments), new=not force)
     written = resolve(str(path), job, assignments=job_assignments(assignments), memory_limit=memory_limit)
     measured = space.plan(tuning.search.best)
     assert measured is not None, "it was measured"

@@ -18,7 +18,7 @@ from command_line import hwopt
         (["--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
         (["--profile", "none.toml"], 2, "equal plans on this machine: there is nothing to compare"),
         (["--profile", "cpu", "--memory-limit", "8GiB"], 2, "this machine has no CUDA device"),
-        (["--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: cannot be written"),
+        (["--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: there is no folder 'no-folder'"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:

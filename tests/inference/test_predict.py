@@ -215,8 +215,8 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
     ("arguments", "code", "expected"),
     [
         ("{run} in.jsonl -o out.xlsx", 2, "unknown extension '.xlsx'; give a file that ends with .csv, .jsonl, .parquet"),
-        ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists. Give another file, or --overwrite"),
-        ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv could not be written: the folder nowhere does not exist"),
+        ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists; give another name, or --overwrite"),
+        ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv: there is no folder 'nowhere'; make it"),
         ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
         ("first in.jsonl -o out.csv", 2, "first: no such folder. Did you mean runs/first?"),
         ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
