@@ -94,13 +94,14 @@ def plan(
 
 def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Comparison], values: bool) -> None:
     """Print what follows the screen of one plan: several plans side by side, the ways to use several ranks, every value."""
-    from hwopt.report.memory import show_side_by_side
+    from hwopt.report.comparison import show_plans
     from hwopt.report.sharding import show_parallel
-    from hwopt.report.terminal import show_values
+    from hwopt.report.terminal import show_problem, show_values
 
     single = len(plans) == 1
     if not single:
-        show_side_by_side(console, plans)
+        show_problem(console, plans[0].hardware)
+        show_plans(console, [plan.to_dict() for plan in plans])
     for plan, comparison in zip(plans, parallel, strict=False):
         show_parallel(console, comparison, "" if single else f"{plan.profile.name}, ")
     if single and values:

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from hwopt.config.task_kinds import task_facts
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import Ratio, rate, rate_ratio
-from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, seconds_text, value_text
+from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, margin_text, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
@@ -82,9 +83,23 @@ def metric_text(found: Any) -> str:
 def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Sheet:
     """The figures of plans, all predicted."""
 
+    def fits(plan: Mapping[str, Any]) -> str:
+        memory = plan["memory"]
+        why = memory["note"] if memory["fits"] is None else margin_text(memory["margin_gib"])
+        return f"{YES_OR_NO[memory['fits']]}: {why}" + ("" if memory["host_fits"] else ", not enough host memory")
+
     def peak(plan: Mapping[str, Any]) -> str:
         memory = plan["memory"]
         return f"{gib(max(memory['peak_gib'], memory['eval_peak_gib'] or 0.0))} of {memory['free_gib']:.2f} GiB"
+
+    def micro_batch(plan: Mapping[str, Any]) -> str:
+        memory, images = plan["memory"], task_facts(plan["job"]["task"]["kind"]).inputs == "images"
+        size = f"{memory['rows']} images" if images else f"{memory['rows']} x {memory['width']}"
+        return f"{size}, {plan['batch']['step']} rows per step"
+
+    def changed(plan: Mapping[str, Any]) -> str:
+        plugins = (f"{entry['name']} {entry['decision']}" for entry in plan["plugins"] if entry["decision"] != "apply")
+        return ", ".join(plugins) or ABSENT
 
     def speed(plan: Mapping[str, Any]) -> str:
         slow, fast = (plan["batch"]["step"] / seconds for seconds in reversed(plan["memory"]["time"]["step"]))
@@ -96,12 +111,15 @@ def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Shee
 
     rows: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         "card": lambda plan: str(plan["hardware"]["name"]),
-        "fits": lambda plan: YES_OR_NO[plan["memory"]["fits"]],
+        "fits": fits,
         "peak memory": peak,
+        "micro-batch": micro_batch,
+        "largest rows": lambda plan: known(plan["memory"]["largest_train"], "{:,}".format),
         "time per epoch": time("epoch"),
         "training time": time("total"),
         "time per step": time("step"),
         "samples/s": lambda plan: speed(plan) if plan["memory"]["time"] else ABSENT,
+        "skipped or changed": changed,
     }
     return Sheet(("", *names), [(label, *map(shown, plans)) for label, shown in rows.items()])
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 
 from hwopt.memory.advice import PlanListener
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan
-from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, seconds_text
+from hwopt.report.sheet import BASES, gib, margin_text, seconds_text
 from hwopt.report.status_line import status_line
-from hwopt.report.terminal import VERDICTS, say, show_plan, show_problem, show_sheet, table
+from hwopt.report.terminal import VERDICTS, say, show_plan, table
 
 PARTS = {"masters": "fp32 copies of weights", "temporary": "work memory"}
 """Names of parts of the memory that are not those of the plan."""
@@ -27,9 +25,8 @@ def show_memory(console: Console, plan: Plan) -> None:
     if memory.unpacked_gib:
         names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
         say(console, "weights that keep their precision", f"{gib(sum(memory.unpacked_gib.values()))}: {names}", "bold red")
-    sizes = micro_batch(plan, memory)
-    if plan.context.task.inputs != "images":
-        sizes += f" tokens ({memory.width_source})"
+    images = plan.context.task.inputs == "images"
+    sizes = f"{memory.rows} images" if images else f"{memory.rows} x {memory.width} tokens ({memory.width_source})"
     evaluation = "" if memory.eval_peak_gib is None else f"; evaluation {gib(memory.eval_peak_gib)}"
     least = "at least " if memory.lower_bound else ""
     reserved = "" if memory.reserved_gib is None else f"; torch reserves {gib(memory.reserved_gib)}"
@@ -40,7 +37,7 @@ def show_memory(console: Console, plan: Plan) -> None:
     if memory.fits is None:
         text = f"{memory.note}. A step needs at least {gib(memory.peak_gib)}, without activations; {free}"
     else:
-        text = f"{free}, {margin(memory)}"
+        text = f"{free}, {margin_text(memory.margin_gib)}"
     say(console, word, text, style)
     if memory.host_gib:
         say(console, "host memory", describe_host(memory))
@@ -89,36 +86,6 @@ def show_forecast(console: Console, plan: Plan) -> None:
         show_largest(console, memory)
         for change in memory.changes:
             show_change(console, change)
-
-
-def show_side_by_side(console: Console, plans: Sequence[Plan]) -> None:
-    """Print one row per plan, or one block of lines per plan if the terminal is too narrow."""
-    show_problem(console, plans[0].hardware)
-    rows = []
-    for plan in plans:
-        memory = plan.memory
-        assert memory is not None, "planned with memory"
-        skipped = ", ".join(f"{entry.name} {entry.decision}" for entry in plan.entries if entry.decision != "apply")
-        fits = f"{YES_OR_NO[memory.fits]}, {margin(memory)}" + ("" if memory.host_fits else ", not enough host memory")
-        if memory.fits is None:
-            fits = f"unknown: {memory.note}"
-        sizes = f"{micro_batch(plan, memory)}, {plan.batch.step} rows per step"
-        largest = "?" if memory.largest_train is None else f"{memory.largest_train:,}"
-        total = "?" if memory.time is None else seconds_text(*(memory.time.total or memory.time.step))
-        rows.append((plan.profile.name, plan.hardware.name, gib(memory.peak_gib), fits, sizes, largest, total, skipped or "-"))
-    columns = ("profile", "card", "peak", "fits", "micro-batch", "largest rows", "time", "skipped or changed")
-    show_sheet(console, Sheet(columns, rows, folded=7))
-    say(console, "time", "of the whole training if the data was read, else of one step; estimated from the card's peak speeds")
-
-
-def micro_batch(plan: Plan, memory: MemoryPlan) -> str:
-    """The size of a micro-batch: "64 x 192", "64 images"."""
-    return f"{memory.rows} images" if plan.context.task.inputs == "images" else f"{memory.rows} x {memory.width}"
-
-
-def margin(memory: MemoryPlan) -> str:
-    """The memory that is left or missing, in words."""
-    return f"{gib(abs(memory.margin_gib))} {'left' if memory.margin_gib >= 0 else 'missing'}"
 
 
 def describe_host(memory: MemoryPlan) -> str:

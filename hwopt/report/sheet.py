@@ -75,6 +75,11 @@ def gib(size: float) -> str:
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
 
 
+def margin_text(margin_gib: float) -> str:
+    """The memory that is left or missing, in words."""
+    return f"{gib(abs(margin_gib))} {'left' if margin_gib >= 0 else 'missing'}"
+
+
 def seconds_text(*seconds: float) -> str:
     """A time, or both ends of a range, with three digits in one unit: "1.15 s", "72.5 to 156 ms"."""
     least = len(seconds)  # of a range, 2: its lower end would be a small fraction of the unit

@@ -38,6 +38,11 @@ MEMORY = {
     "eval_peak_gib": 2.0,
     "free_gib": 7.5,
     "fits": True,
+    "margin_gib": 2.5,
+    "host_fits": True,
+    "rows": 8,
+    "width": 128,
+    "largest_train": 4_096,
     "time": {"step": [0.1, 0.2], "epoch": [10.0, 20.0], "total": [30.0, 60.0], "basis": "estimated from the card's peak speeds"},
 }
 PROCESS = {

@@ -5,23 +5,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from report.run_folders import PLAN, changed
 
 from hwopt.config.task_kinds import task_facts
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory.forecast.communication import Ranks, Volume
 from hwopt.memory.forecast.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
-from hwopt.report.memory import show_change, show_largest, show_memory, show_side_by_side
+from hwopt.report.comparison import show_plans
+from hwopt.report.memory import show_change, show_largest, show_memory
 from hwopt.report.sharding import show_parallel
 from hwopt.report.sheet import Sheet, seconds_text
 from hwopt.report.terminal import Terminal, show_sheet
@@ -50,17 +53,16 @@ MEMORY = MemoryPlan(
 
 
 def plan(profile: str, hardware: Hardware, memory: MemoryPlan) -> Any:
-    decisions = {"optimizer": "fallback", "precision": "apply", "tf32": "skip"}
-    entries = [SimpleNamespace(name=name, decision=decision) for name, decision in decisions.items()]
-    named = SimpleNamespace(name=profile)
-    batch, context = SimpleNamespace(step=128), SimpleNamespace(task=task_facts("text-classification"))
-    return SimpleNamespace(profile=named, hardware=hardware, memory=memory, entries=entries, batch=batch, context=context)
+    context = SimpleNamespace(task=task_facts("text-classification"))
+    return SimpleNamespace(profile=SimpleNamespace(name=profile), hardware=hardware, memory=memory, context=context)
 
 
 def side_by_side(console: Terminal) -> None:
     missing = replace(MEMORY, peak_gib=44.25, free_gib=16.0, largest_train=468_058)
-    other = plan("t4_16gb", described("Tesla T4", (7, 5), 16.0), missing)
-    show_side_by_side(console, [plan("rtx3070_8gb", CARD, MEMORY), other])
+    card, other = asdict(CARD), asdict(described("Tesla T4", (7, 5), 16.0))
+    first = PLAN | {"profile": "small", "hardware": card, "memory": MEMORY.to_dict()}
+    second = changed(PLAN, profile="large", hardware=other, memory=missing.to_dict(), training__seed=7)
+    show_plans(console, [json.loads(json.dumps(each)) for each in (first, second)])
 
 
 def memory(console: Terminal) -> None:

@@ -33,7 +33,8 @@ from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.report.memory import show_memory, show_side_by_side
+from hwopt.report.comparison import show_plans
+from hwopt.report.memory import show_memory
 from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
@@ -188,7 +189,7 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
     show_memory(console, plan)
     assert "UNKNOWN: the recipe could not be traced: " in output.getvalue()
     assert "at least" in output.getvalue()
-    show_side_by_side(console, [plan])
+    show_plans(console, [plan.to_dict()])
     assert "unknown: the recipe" in output.getvalue()
     assert "fits:" not in output.getvalue()
     too_much = replace(memory, peak_gib=2 * memory.free_gib)
