@@ -8,12 +8,12 @@ import os
 import platform
 import shutil
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware, weakest
 from hwopt.hardware.layer_speed import LARGEST, LayerSpeed, cached, measured
+from hwopt.hardware.system_report import installed_versions
 from hwopt.hardware.torch_build import torch_problem
 
 PACKAGES = (
@@ -176,10 +176,4 @@ def cpu_name() -> str:
 
 def detect_software() -> dict[str, str]:
     """Package -> version, for the installed ones of PACKAGES."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(PACKAGES)

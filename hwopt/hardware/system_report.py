@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -47,7 +48,12 @@ def report_system() -> SystemReport:
 def reported_packages() -> dict[str, str]:
     """Package -> version, for the packages that hwopt needs."""
     needed = (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in metadata.requires("hwopt") or () if "extra ==" not in line)
-    return {name: found for name in needed if (found := version_of(name))}
+    return installed_versions(needed)
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version, for those of `packages` that are installed."""
+    return {name: found for name in packages if (found := version_of(name))}
 
 
 def version_of(package: str) -> str:
