@@ -33,10 +33,10 @@ def doctor(report: bool, format_: str) -> int:
 
     findings = examine(checks(cache_folder()))
     if format_ == "json":
-        say_json([asdict(finding) for finding in findings])
+        say_json([{"check": check, **asdict(finding)} for check, finding in findings.items()])
     else:
         show_findings(Terminal(), findings)
-    return InputError.exit_code if any(finding.status == "problem" for finding in findings) else 0
+    return InputError.exit_code if any(finding.status == "problem" for finding in findings.values()) else 0
 
 
 def report_machine(format_: str) -> int:

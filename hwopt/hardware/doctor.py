@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hwopt.hardware.device import GIB
 from hwopt.hardware.torch_build import WSL_FOLDER, nvidia_driver, torch_problem
@@ -28,22 +28,13 @@ Status = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """The answer of one check."""
+class Finding:
+    """The answer of a check."""
 
-    check: str
     status: Status
     text: str
     fix: str = ""
     """The command or the setting that fixes it; empty if `status` is ok."""
-
-
-class Finding(NamedTuple):
-    """The answer of a check, without its name."""
-
-    status: Status
-    text: str
-    fix: str = ""
 
 
 PCI = Path("/sys/bus/pci/devices")
@@ -279,10 +270,10 @@ def checks(cache: Path) -> dict[str, Callable[[], Finding]]:
     }
 
 
-def examine(checks: Mapping[str, Callable[[], Finding]]) -> list[Diagnosis]:
-    """The findings of all `checks`, which run at the same time: some of them import a library, which takes seconds."""
+def examine(checks: Mapping[str, Callable[[], Finding]]) -> dict[str, Finding]:
+    """Name -> finding of all `checks`, which run at the same time: some of them import a library, which takes seconds."""
     with ThreadPoolExecutor() as pool:
-        return [Diagnosis(name, *finding) for name, finding in zip(checks, pool.map(found_by, checks.values()), strict=True)]
+        return dict(zip(checks, pool.map(found_by, checks.values()), strict=True))
 
 
 def found_by(check: Callable[[], Finding]) -> Finding:

@@ -260,11 +260,11 @@ def test_check_that_raises_is_a_warning_and_hides_no_other() -> None:
         raise RuntimeError("odd machine")
 
     found = examine({"broken thing": broken, "x": lambda: Finding("ok", "fine")})
-    assert [(each.check, each.status) for each in found] == [("broken thing", "warning"), ("x", "ok")]
-    assert "RuntimeError: odd machine" in found[0].text
+    assert {check: each.status for check, each in found.items()} == {"broken thing": "warning", "x": "ok"}
+    assert "RuntimeError: odd machine" in found["broken thing"].text
 
 
 def test_every_check_answers_on_this_machine(tmp_path: Path) -> None:
     found = examine({name: check for name, check in checks(tmp_path).items() if name not in ("bitsandbytes", "deepspeed")})
-    assert not [each for each in found if "the check failed" in each.text]
-    assert all(bool(each.fix) == (each.status != "ok") for each in found)
+    assert not [each for each in found.values() if "the check failed" in each.text]
+    assert all(bool(each.fix) == (each.status != "ok") for each in found.values())
