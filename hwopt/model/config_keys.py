@@ -30,13 +30,13 @@ EVERY_CONFIG = frozenset({"model_type", "_name_or_path", "per_layer_config"})
 """Keys that every config class reads and does not declare."""
 
 
-def unread_keys(config: PretrainedConfig, given: Mapping[str, Any], where: str = "model.config") -> list[str]:
+def unread_keys(config: PretrainedConfig, given: Mapping[str, Any]) -> list[str]:
     """The keys of `given` that neither `config`, which was made from them, nor its model reads; nested ones as "part.key".
 
     Only the content of a saved config.json may have such keys: other versions of transformers read them.
     Raises InputError for an unread key of a hand-written config, and for a misspelled key of both.
     """
-    return list(find_unread(config, given, where, saved=any(key in given for key in SAVED_KEYS)))
+    return list(find_unread(config, given, "model.config", saved=any(key in given for key in SAVED_KEYS)))
 
 
 def find_unread(config: PretrainedConfig, given: Mapping[str, Any], where: str, saved: bool) -> Iterator[str]:

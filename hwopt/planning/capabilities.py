@@ -59,10 +59,9 @@ class Survey:
     plugins: tuple[Answer, ...]
 
 
-def survey(registry: Registry | None = None) -> Survey:
+def survey() -> Survey:
     """The decisions of all plugins. A plugin that raises is reported in its own line."""
-    registry = registry or Registry()
-    hardware, software = detect(), detect_software()
+    registry, hardware, software = Registry(), detect(), detect_software()
     job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))
     context = Context(hardware, software, BERT_BASE, job)
     return Survey(

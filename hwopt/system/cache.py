@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from hwopt.errors import StorageError
 from hwopt.system.paths import refuse_non_utf8
 
 
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_folder() -> Path:
     """The cache folder: HWOPT_CACHE, else `hwopt` in the user's cache folder."""
-    if given := environment.get("HWOPT_CACHE"):
+    if given := os.environ.get("HWOPT_CACHE"):
         refuse_non_utf8(given, "HWOPT_CACHE")
         return Path(given)
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hwopt"
 
 
 def is_cached(file: Path) -> bool:

@@ -42,18 +42,18 @@ def path_kind(path: Path, where: str = "", error: type[HwoptError] = InputError)
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
 
 
-def read_regular_file(path: Path, max_bytes: int, where: str = "", error: type[HwoptError] = InputError) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`. Raises `error` for anything else."""
-    if (kind := path_kind(path, where, error)) != "file":
+def read_regular_file(path: Path, max_bytes: int, where: str = "") -> bytes:
+    """The bytes of a regular file of at most `max_bytes`. Raises InputError for anything else."""
+    if (kind := path_kind(path, where)) != "file":
         what = {"missing": "no such file", "folder": "is a folder; give a file"}.get(kind, "is not a regular file")
-        raise error(f"{where + ' ' if where else ''}{path}: {what}")
+        raise InputError(f"{where + ' ' if where else ''}{path}: {what}")
     try:
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
     except OSError as problem:
-        raise error(f"{path}: cannot be read: {problem.strerror or problem}") from problem
+        raise InputError(f"{path}: cannot be read: {problem.strerror or problem}") from problem
     if len(raw) > max_bytes:
-        raise error(f"{path}: {max(len(raw), path.stat().st_size):,} bytes, more than the limit of {max_bytes:,}")
+        raise InputError(f"{path}: {max(len(raw), path.stat().st_size):,} bytes, more than the limit of {max_bytes:,}")
     return raw
 
 

@@ -187,7 +187,7 @@ def nonfinite(reason: str, hint: str = "") -> NonFiniteError:
     return NonFiniteError(f"{reason} {advice()}{hint}")
 
 
-def list_steps(steps: Sequence[int], most: int = 5) -> str:
-    """The first `most` of `steps`, and how many more there are: "1, 2, 3, 4, 5 and 3 more"."""
-    shown = ", ".join(f"{number:,}" for number in steps[:most])
-    return shown if len(steps) <= most else f"{shown} and {len(steps) - most:,} more"
+def list_steps(steps: Sequence[int]) -> str:
+    """The first five of `steps`, and how many more there are: "1, 2, 3, 4, 5 and 3 more"."""
+    shown = ", ".join(f"{number:,}" for number in steps[:5])
+    return shown if len(steps) <= 5 else f"{shown} and {len(steps) - 5:,} more"
