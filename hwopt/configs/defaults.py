@@ -16,7 +16,13 @@ from hwopt.configs.view import ConfigSetting, View
 Defaults = Mapping[str, Any]
 """Word -> value."""
 TRAINING_ARGUMENTS: Defaults = {"per_device_train_batch_size": 8}
-SFT_CONFIG: Defaults = {**TRAINING_ARGUMENTS, "learning_rate": 2e-5, "max_length": 1024, "bf16": True}
+SFT_CONFIG: Defaults = {
+    **TRAINING_ARGUMENTS,
+    "learning_rate": 2e-5,
+    "max_length": 1024,
+    "bf16": True,
+    "assistant_only_loss": False,
+}
 AXOLOTL: Defaults = {
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1,

@@ -14,6 +14,7 @@ JobValue = tuple[tuple[str, str], Any]
 OUTPUT = "the command line has its own output"
 AMP = "torch's native AMP is the only one"
 METRICS = "the run folder has the metrics"
+ANSWERS = "hwopt trains the answers of conversations only"
 REASONS = {
     "do_train": "`hwopt run` trains",
     "do_eval": "a run evaluates if the job names data for it",
@@ -61,6 +62,8 @@ BY_VALUE: Mapping[str, Mapping[Any, JobValue | Omitted]] = {
         "steps": ignored("training.logging_steps says it"),
         None: without("hwopt logs every training.logging_steps steps"),
     },
+    "assistant_only_loss": {True: ignored(ANSWERS), None: without(ANSWERS)},
+    "train_on_inputs": {False: ignored(ANSWERS), None: without(ANSWERS)},
     "load_best_model_at_end": {
         True: ignored("final/ holds the best weights by default"),
         None: without("final/ holds the best weights if the job has data for evaluation"),
@@ -104,11 +107,17 @@ def fraction(view: View, word: str, value: Any) -> JobValue | Omitted:
     return ("data", word), value
 
 
+def roles(view: View, word: str, value: Any) -> JobValue | Omitted:
+    answers = set(value if isinstance(value, list) else [value]) <= {"assistant", "gpt", "model"}
+    return ignored(ANSWERS) if answers else without(ANSWERS)
+
+
 BY_FUNCTION: Mapping[str, Callable[[View, str, Any], JobValue | Omitted]] = {
     **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), steps),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), warmup),
     **dict.fromkeys(("max_steps", "num_train_epochs"), length),
     "eval_fraction": fraction,
+    "roles_to_train": roles,
 }
 
 

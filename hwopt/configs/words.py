@@ -39,7 +39,7 @@ FLAGS = names(
     auto_find_batch_size load_best_model_at_end greater_is_better push_to_hub hub_private_repo use_cpu
     logging_nan_inf_filter use_liger_kernel load_in_4bit load_in_8bit bnb_4bit_use_double_quant use_peft use_dora use_rslora
     packing trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
-    prediction_loss_only remove_unused_columns text_blocks
+    prediction_loss_only remove_unused_columns text_blocks assistant_only_loss train_on_inputs
     """
 )
 OTHER_ARGUMENTS = names(
@@ -48,7 +48,7 @@ OTHER_ARGUMENTS = names(
     torch_dtype mixed_precision attn_implementation model_name_or_path tokenizer_name model_revision train_file
     validation_file test_file text_column label_column metric_for_best_model hub_model_id torch_compile_mode
     torch_compile_backend report_to deepspeed fsdp bnb_4bit_compute_dtype lora_target_modules zero_offload task
-    modules_to_save layers_to_transform init_lora_weights
+    modules_to_save layers_to_transform init_lora_weights roles_to_train
     resume_from_checkpoint train_sampling_strategy adapter messages_column prompt_column completion_column
     distributed_type lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache

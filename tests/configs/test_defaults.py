@@ -84,7 +84,10 @@ SILENT = {
 @pytest.mark.parametrize("text", SILENT)
 def test_silence_means_the_default_of_the_tool(text: str) -> None:
     source = from_python(text, "f.py") if "Config(" in text or "Arguments(" in text else from_yaml(text, "f.yaml", "YAML")
-    taken = translate(view_of(source, INPUTS), INPUTS.registry).taken
+    translation = translate(view_of(source, INPUTS), INPUTS.registry)
+    taken = translation.taken
     found = {".".join(each.key).removeprefix("plugins."): each.value for each in taken if each.setting.comment}
     assert found == SILENT[text]
+    trl = "SFTConfig" in text or "packing" in text
+    assert ("assistant_only_loss" in [each.key for each in translation.left if not each.on_purpose]) == trl
     assert all("the default of " in each.setting.comment for each in taken if each.setting.comment)

@@ -101,6 +101,9 @@ NO_EQUIVALENT = {
     "load_best_model_at_end: false": "final/",
     "auto_find_batch_size: true": "needs effective",
     "learning_rate: -1": "greater than 0",
+    "assistant_only_loss: false": "answers of conversations only",
+    "train_on_inputs: true\nfp16: true": "answers of conversations only",
+    "roles_to_train: [user]\nfp16: true": "answers of conversations only",
     "dataloader_num_workers: -1": "greater than or equal to 0",
 }
 
