@@ -19,6 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from hwopt.config.job_model import Model
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
@@ -33,7 +34,7 @@ IDS = torch.arange(1, 25).reshape(3, 8)
 
 def context(kind="text-classification", parameters=1_000_000_000):
     facts = ModelFacts("gemma", "bert", "Bert", parameters, 2, 32, 100, 512, False, True, True, True, 0.0)
-    job = SimpleNamespace(task=SimpleNamespace(kind=kind))
+    job = SimpleNamespace(task=SimpleNamespace(kind=kind), model=Model(name="m"))
     return Context(described("T4", (7, 5), 16.0), {"peft": "1"}, facts, job)
 
 
