@@ -28,7 +28,7 @@ class EmbeddingNoise(hw.Events):
         self.calls = 0
         self.hook: Any = None
         self.scale: Any = None
-        """Of the noise in this step: on the device, so that a captured graph reads it anew. 0 outside a step."""
+        """The largest noise of this step, a number on the device: a captured graph reads it at each replay. 0 before step 1."""
 
     def add_to(self, model: Any, run: hw.RunView) -> Any:
         """A model step."""

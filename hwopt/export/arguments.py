@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.sources.reading import read_all, read_options
-from hwopt.errors import DataError, InputError
+from hwopt.errors import HwoptError, InputError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
 from hwopt.plugin.imports import options_from
@@ -42,7 +42,7 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     if to == "trl":
         try:
             chat = has_conversations(plan.job)
-        except DataError as error:
+        except HwoptError as error:
             lines.append(f"left out assistant_only_loss, which conversations need: the columns cannot be read here: {error}")
     given = {"output_dir": "out"} | dict(training_words(plan, fields, chat)) | values
     if to == "trl":  # SFTConfig turns both on by itself
@@ -185,11 +185,11 @@ def unsaid(entry: PluginDecision, words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_conversations(job: Job) -> bool:
-    """Whether the job trains the answers of conversations. Raises DataError if its columns must tell and cannot be read."""
+    """Whether the job trains the answers of conversations. Raises HwoptError if its columns must tell and cannot be read."""
     data = job.data
     if data.messages is not None or data.prompt is not None or not task_facts(job.task.kind).decoder:
         return data.messages is not None
-    few = replace(read_options(data), max_rows=data.max_rows or 100, max_bad_rows=1.0)
+    few = replace(read_options(data), max_rows=100, max_bad_rows=1.0, streaming=True)  # of the hub the first rows only
     return bool(conversation_columns(read_all(data.train, data.split, few).table.column_names, data))
 
 

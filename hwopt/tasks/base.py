@@ -99,8 +99,7 @@ class Task(ModelBuilder):
         sources = read_sources(job)
         parts = {part: self.samples(rows, job) for part, rows in sources.items()}
         named = self.name_labels(parts["train"], sources["train"], job, config)
-        for part in parts.keys() - {"train"}:
-            parts[part] = self.only_known(parts[part], named.names)
+        parts |= {part: self.only_known(samples, named.names) for part, samples in parts.items() if part != "train"}
         if job.data.eval_fraction is not None:
             parts["train"], parts["eval"] = self.split(parts["train"], job.data.eval_fraction, seed)
         tokenizer = self.processing(job, config, parts["train"], cache)

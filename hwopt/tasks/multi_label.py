@@ -77,7 +77,7 @@ class MultiLabel(Classes, LabelledTexts):
             raise DataError(f"{rows.source}: no row has a label in {listing([repr(name) for name in columns])}")
         if len(columns) > 1:
             return Named(columns)
-        if set(found) <= {"0", "1"}:
+        if set(found) <= {"0", "1"} and not is_list_of_labels(rows.table, columns[0]):
             raise DataError(
                 f"{rows.source}: every label in {columns[0]!r} is 0 or 1. Name the columns of all labels in data.label, or for a "
                 "single one set task.kind = 'text-classification'"

@@ -26,9 +26,11 @@ def reserving_optimizer(state_bytes: float, torchao_bits: int | None, groups: li
         def reserve(self, like: Any, sizes: tuple[float, ...]) -> list[Any]:
             return [torch.empty(int(size), dtype=torch.uint8, device=like.device) for size in sizes]
 
-    if not torchao_bits:  # paged states: bitsandbytes' are made before step 1
-        Reserving.create_state = lambda self: None  # type: ignore[attr-defined]
-    return Reserving(groups, {})
+    class Early(Reserving):
+        def create_state(self) -> None:
+            """As the optimizers of bitsandbytes here; the planner makes the state itself."""
+
+    return (Reserving if torchao_bits else Early)(groups, {})
 
 
 def plain_bytes(parameter: Any, state_bytes: float) -> tuple[float, ...]:

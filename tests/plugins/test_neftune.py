@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,9 @@ from hwopt_plugins.neftune import EmbeddingNoise
 NOISE = {"neftune": {"alpha": 7.0}}
 
 
-class Run:
-    device = torch.device("cpu")
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.step_batch: Any = type("Batch", (), {"lengths": lengths})
+def run_of(*lengths: int) -> Any:
+    """A run whose step has rows of these lengths."""
+    return SimpleNamespace(device=torch.device("cpu"), step_batch=SimpleNamespace(lengths=lengths))
 
 
 class Model(torch.nn.Module):
@@ -38,12 +37,12 @@ def test_noise_is_that_of_transformers_for_an_unsplit_batch() -> None:
     model.embeddings.neftune_noise_alpha = 5.0
     torch.manual_seed(0)
     theirs = neftune_post_forward_hook(model.embeddings, (tokens,), plain.clone())
-    noise.add_to(model, Run([4, 2]))  # type: ignore[arg-type]
-    noise.on_step_begin(Run([4, 2]))  # type: ignore[arg-type]
+    noise.add_to(model, run_of(4, 2))
+    noise.on_step_begin(run_of(4, 2))
     torch.manual_seed(0)
     torch.testing.assert_close(model.embeddings(tokens), theirs)
     assert (model.eval().embeddings(tokens) == plain).all()
-    noise.remove_from(model.train(), Run([]))  # type: ignore[arg-type]
+    noise.remove_from(model.train(), run_of())
     assert (model.embeddings(tokens) == plain).all()
 
 

@@ -54,6 +54,7 @@ def test_labels_are_lists_or_delimited(values: list[Any], data: dict[str, Any], 
 def test_one_column_of_0_and_1_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"every label in 'labels' is 0 or 1\. Name the columns of all labels in data\.label"):
         prepare(tmp_path, rows_with(["0", "1", "1", "0"]))
+    assert prepare(tmp_path, rows_with([["0"], ["1"], ["0", "1"], []])).label_names == ("0", "1")
 
 
 @pytest.mark.parametrize(("cells", "several"), [(["Smith, John", "Doe, Jane"], False), (["a, b", "b, c", "a, c", "c"], True)])

@@ -204,7 +204,7 @@ class MemoryTracker(FakeTensorMode):
         return number
 
     def _reuse(self, old: Tensor, out: Any) -> None:
-        """Count the storage of `out` as that of `old`, which nobody else uses."""
+        """Count the storage of `out` as the one of `old`: nothing else uses that."""
         number = self._numbers.pop(old.untyped_storage()._cdata, None)
         if number is not None:
             storage = out.untyped_storage()
@@ -236,10 +236,10 @@ def reference_counts(tensor: Tensor) -> tuple[int, ...]:
 
 @cache
 def counts_of_sum() -> tuple[int, ...]:
-    """The `reference_counts` of a gradient to which autograd adds another one and that nobody else holds.
+    """The `reference_counts` of a gradient that only autograd holds, at the moment when it adds another gradient to it.
 
-    There autograd adds in place, except below a dispatch mode. The counts include those of the way to the mode, so a sum of two
-    gradients is made here and measured.
+    Autograd then adds in place, but not while a dispatch mode is on, as here. Arguments on their way to the mode are counted too,
+    so the counts are measured, on a sum of two gradients.
     """
     seen: list[tuple[int, ...]] = [()]
 

@@ -161,12 +161,13 @@ class FusedLoss(torch.autograd.Function):
     """Computes its gradients in the forward pass, as fused losses do."""
 
     @staticmethod
-    def forward(context: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(context: Any, *inputs: Any, **_: Any) -> Any:
+        hidden, weight = inputs
         context.gradients = torch.ones_like(hidden), torch.ones_like(weight)
         return hidden.sum()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(context: Any, *_: Any) -> Any:
         gradients, context.gradients = context.gradients, None
         return gradients
 

@@ -27,7 +27,7 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
 """Keys of files that train preferences or rewards."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
-"""Keys of files that train a model without weights."""
+"""Keys of files that train a model without weights, unless they name a model too."""
 
 
 @rule("eval-batch", "warning", words=(EVAL,), source="notes.md#rtx-3070-16-or-32-rows: 192 for a training batch of 16")
@@ -117,7 +117,8 @@ def is_fine_tuning(view: View) -> bool:
     preferences = keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft") or keys.get("rl")
     classes = [call.split()[0] for call in view.source.calls]
     other = any(name.endswith("Config") and name not in ("SFTConfig", *PARTS) for name in classes)
-    return not (preferences or other or keys.keys() & FROM_SCRATCH)
+    from_scratch = "model_name_or_path" not in view and keys.keys() & FROM_SCRATCH
+    return not (preferences or other or from_scratch)
 
 
 @rule(
