@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.plugin import RunView
 
 Key = tuple[Any, ...]
+TORCH = os.path.dirname(torch.__file__)
+"""Lines of torch do not tell users which line of the model cannot be captured."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class GraphedForwardBackward(ForwardBackward):
         run, own = self.run, [tensor.clone() for tensor in inputs]
         arguments, graph = dict(zip(micro_batch.inputs, own, strict=False)), torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with self.capturing(graph):
                 loss, _ = run.loss(run.model(**arguments), own[-1])
                 loss.backward(gradient=self.engine.factor)
             if list(map(id, with_gradient(self.weights))) != list(map(id, self.trained)):
@@ -150,9 +154,29 @@ class GraphedForwardBackward(ForwardBackward):
         self.graphs[key] = found = Graph(graph, own, loss.detach(), gradients)
         return found
 
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the operators of the block. Raises what the block raises, or what CUDA says of them at the end."""
+        before, error = torch.cuda.current_stream(), None
+        capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        capture.__enter__()
+        try:
+            yield
+        except BaseException as raised:  # raised again below: the end of the capture may raise another
+            error = raised
+        try:
+            capture.__exit__(None, None, None)
+        except RuntimeError as raised:
+            error = error or raised
+            leave_failed_capture(self.pool, before)
+            self.forget()  # the other graphs use the random state that the capture spoiled
+        if error is not None:
+            raise error
+
     def refuse(self, key: Key, error: RuntimeError) -> None:
         """Run this shape eagerly from now on. Warns the first time."""
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [frame for frame in frames if not frame.filename.startswith(TORCH)][-1]
         self.refused[key] = f"{str(error).splitlines()[0]} ({where.filename}:{where.lineno}: {where.line})"
         if len(self.refused) == 1:
             self.run.warn(f"A step cannot be captured in a CUDA graph, continuing without one: {self.refused[key]}")
@@ -172,6 +196,17 @@ class GraphedForwardBackward(ForwardBackward):
         self.graphs.clear()
         self.sums = []
         return found
+
+
+def leave_failed_capture(pool: Any, before: torch.cuda.Stream) -> None:
+    """Put back what torch leaves in the state of a capture if it cannot end one (pytorch#171263)."""
+    torch.cuda.set_stream(before)
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # newer versions of torch have ended it
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def with_gradient(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -188,23 +188,32 @@ def test_evaluation_out_of_memory_frees_the_graphs(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.device("any")
-def test_a_model_that_waits_runs_eagerly_with_one_warning(tmp_path: Path) -> None:
-    """The warning names the line that waited."""
-    job = tiny_job(tmp_path / "data", samples=96, max_steps=8)
+@pytest.mark.parametrize("line", ["next(model.parameters()).sum().item()", "torch.cuda.synchronize()"])
+def test_a_model_that_waits_runs_eagerly_with_one_warning(line: str, tmp_path: Path) -> None:
+    """The warning names the line that waited; the dropout, the memory and the stream of the run are as without a capture."""
+    job = tiny_job(tmp_path / "data", samples=96, config=DROPOUT, max_steps=8)
     plan = plan_for(tiny_profile(**FUSED, **GRAPHS), job)
 
     def wait(model: Any, run: Any) -> Any:
         def look(*_: Any) -> None:
-            next(model.parameters()).sum().item()
+            if "item" in line:
+                next(model.parameters()).sum().item()
+            else:
+                torch.cuda.synchronize()
 
         model.register_forward_hook(look)
         return model
 
     plan.recipe.model_steps.append(wait)
+    stream = torch.cuda.current_stream()
     recorder = train_tiny(plan, tmp_path)
     (warning,) = recorder.warnings
     assert "A step cannot be captured in a CUDA graph" in warning
-    assert ".sum().item()" in warning
+    assert line in warning
+    assert torch.cuda.current_stream() == stream
+    del recorder.run
+    release_memory()
+    assert torch.cuda.memory_allocated() < 2**26, "a capture that has ended gives its memory back"
     assert {entry.name: found.status for entry, found in recorder.found_at_end}["cuda_graphs"] == "inactive"
 
 

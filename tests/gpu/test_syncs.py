@@ -75,4 +75,5 @@ def test_step_does_not_wait_for_the_device(
                 loop.telemetry.stepped(batch)
                 if number == 20:
                     break
+        torch.cuda.synchronize()  # the timer reports steps that the device has done
         assert len(loop.use.timer.take()) == 21
