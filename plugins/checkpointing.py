@@ -38,6 +38,13 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, *kernels])
 
 
+def pinned_copy(tensor: Any) -> Any:
+    """A copy of a CUDA tensor in pinned host memory, without a wait: `save_on_cpu` of torch 2.11 waits for each copy."""
+    import torch
+
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class HostInputs:
     """Calls `checkpoint` on a layer, and keeps the layer's first input in pinned host memory until the backward pass.
 
@@ -59,7 +66,7 @@ class HostInputs:
         def pack(tensor: Any) -> Any:
             if tensor.shape != shape:
                 return tensor.device, tensor
-            device, stored = on_host.pack_hook(tensor)
+            device, stored = (tensor.device, pinned_copy(tensor)) if tensor.is_cuda else on_host.pack_hook(tensor)
             if stored.device != device:
                 self.count, self.bytes = self.count + 1, self.bytes + stored.nbytes
             return device, stored
