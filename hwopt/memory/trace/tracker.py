@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from hwopt.memory.trace.column_sums import ColumnSum, workspace_bytes
 from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.model.forward_cost import flops_of
 
 ADD = torch.ops.aten.add.Tensor
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -218,11 +218,10 @@ class MemoryTracker(FakeTensorMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
-        counter = flop_registry.get(func._overloadpacket)
         used = {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in (*read, *made)}
         self.operands += sorted(number for number in used if number is not None)
         self.ends.append(len(self.operands))
-        self.flops.append(float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0)
+        self.flops.append(float(flops_of(func._overloadpacket, args, kwargs, out)))
         self.dtypes.append(str(read[0].dtype).removeprefix("torch.") if read else "float32")
 
 
