@@ -122,11 +122,12 @@ def refuse_prepared(model: Any) -> None:
 
 
 def refuse_half_weights(model: Any, plan: Any) -> None:
-    """Raise InputError if the plan computes with autocast over fp32 weights, and `model` has half-precision ones."""
-    halves = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-    if halves and plan.recipe.model_kwargs.get("dtype") == "float32" and any(p.requires_grad for p in model.parameters()):
+    """Raise InputError if the plan computes with autocast over fp32 weights, and `model` trains half-precision ones."""
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    halves = {str(dtype).removeprefix("torch.") for dtype in trained & {torch.float16, torch.bfloat16}}
+    if halves and plan.recipe.model_kwargs.get("dtype") == "float32":
         raise InputError(
-            f"the model has {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
+            f"the model trains {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
             "updates would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
         )
 

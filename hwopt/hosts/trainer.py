@@ -103,7 +103,8 @@ class OptimizedTrainer(Base):
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
         if model is not None and not isinstance(model, str):
-            refuse_half_weights(model, found.plan)
+            if given.get("peft_config") is None:  # else the weights will be frozen, and the adapters' are fp32
+                refuse_half_weights(model, found.plan)
             given["model"] = self._run.fitted(model)
         for line in (*found.lines(), *changed):
             self._run.say(line)

@@ -430,7 +430,7 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
     models: list[tuple[Any, str]] = [
         (lambda: torch.nn.DataParallel(bert()), "wrapped in DataParallel"),
         (compiled, "the model is compiled"),
-        (lambda: bert().half(), "has float16 weights"),
+        (lambda: bert().half(), "trains float16 weights"),
     ]
     for make, message in models:
         with pytest.raises(InputError, match=message):

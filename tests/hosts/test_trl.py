@@ -84,6 +84,18 @@ def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, c
     assert ("out of memory" in output) == (limit is not None)
 
 
+def test_frozen_half_weights_under_an_adapter_are_trained_with(tmp_path: Path) -> None:
+    """As in every recipe of TRL: the base in bf16, the adapter in fp32."""
+    from peft import LoraConfig
+    from trl import SFTTrainer
+
+    cls = hwopt.optimized(SFTTrainer, "cpu", precision={"dtype": "fp32"})
+    config = partial(sft, tmp_path)
+    trainer, steps = train(cls, config, data("prompt", "completion"), model=llama().bfloat16(), peft_config=LoraConfig(r=4))
+    assert steps
+    assert {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad} == {torch.float32}
+
+
 def preference_model(folder: Path) -> Any:
     """A model that was loaded from `folder`: TRL loads its reference by that name."""
     llama().save_pretrained(folder)
