@@ -1,12 +1,13 @@
 """Steps a second of hwopt beside its peers and beside hand-written loops on one GPU, and its forecasts beside what was measured.
 
-    python benchmarks/gpu.py [bert|bert16|lora|qlora ...] [--only WORD] [--json FILE] [--small]
+    python benchmarks/gpu.py [bert|bert16|lora|qlora ...] [--only REGEX] [--json FILE] [--small]
 
 Models have random weights, texts are drawn from a log-normal distribution of lengths: neither changes the speed. Each variant
-trains in a process of its own. `WARM` steps are left out (kernels are loaded, compiled, captured in them), the next ones are
-timed as a whole, from one wait for the device to the next. Tokens are real ones, without padding. --small takes tiny models.
+trains in a process of its own, forked from one that has imported everything. `WARM` steps are left out (kernels are loaded,
+compiled, captured in them), the next ones are timed as a whole, from one wait for the device to the next. Tokens are real ones,
+without padding. The host's time is CPU time of the training thread. --small takes tiny models.
 
-bert: BERT-base, two classes, lengths with median 64, sigma .9, up to 512; 64 rows a step, bf16. bert16: 16 rows of up to 64 tokens.
+bert: BERT-base, two classes, lengths with median 64, sigma .9, up to 512; 64 rows a step, bf16. bert16: 16 rows of up to 64.
 lora: a decoder with the shape of Llama 3.2 1B, LoRA of rank 16, lengths with median 150, up to 1,024, 32 rows a step.
 qlora: the shape of Llama 2 7B, 4-bit weights, LoRA of rank 16, lengths with median 150, up to 512, 16 rows.
 """
@@ -14,14 +15,17 @@ qlora: the shape of Llama 2 7B, 4-bit weights, LoRA of rank 16, lengths with med
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import multiprocessing
+import os
 import random
-import subprocess
+import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +34,9 @@ from pathlib import Path
 from typing import Any
 
 WARM, TIMED = 12, 40
+LIMIT = 240
+"""Seconds for one variant."""
+SHOWN = ("step_ms", "host_ms", "tokens_per_second", "allocated_gib", "reserved_gib", "whole_seconds")
 RATE = 1e-4
 
 
@@ -146,7 +153,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.began = self.first = 0.0
+        self.began = self.first = self.host = 0.0
         self.seconds = self.tokens = None
 
     def step(self, tokens: int) -> bool:
@@ -156,8 +163,9 @@ class Clock:
         self.steps += 1
         if self.steps == WARM:
             torch.cuda.synchronize()
-            self.began, self.first = time.perf_counter(), tokens
+            self.began, self.host, self.first = time.perf_counter(), time.thread_time(), tokens
         if self.steps == WARM + TIMED:
+            self.host = time.thread_time() - self.host
             torch.cuda.synchronize()
             self.seconds, self.tokens = time.perf_counter() - self.began, tokens - self.first
         return self.seconds is not None
@@ -167,6 +175,7 @@ class Clock:
 
         return {
             "step_ms": 1e3 * self.seconds / TIMED,
+            "host_ms": 1e3 * self.host / TIMED,
             "tokens_per_second": self.tokens / self.seconds,
             "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
@@ -217,8 +226,9 @@ def trainer(work: Work, folder: Path, hw: str = "", tuned: bool = False, compile
         torch.backends.cuda.matmul.allow_tf32 = True
     model = loaded(work, folder, "bfloat16" if work.lora else "float32")
     own = hwopt.optimized(Trainer, hw) if hw else Trainer
+    more |= {"per_device_train_batch_size": steps, "gradient_accumulation_steps": work.rows // steps}
     arguments = TrainingArguments(
-        str(folder / "out"), per_device_train_batch_size=steps, gradient_accumulation_steps=work.rows // steps, learning_rate=RATE,
+        str(folder / "out"), learning_rate=RATE,
         max_steps=WARM + TIMED + 2, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000, **more,
     )  # fmt: skip
     run = own(
@@ -295,9 +305,9 @@ def hwopt_run(work: Work, folder: Path, *more: str) -> tuple[Clock, dict[str, An
     assignments = [*(f"{key}={value}" for key, value in given.items()), *more]
     plan = api.plan("auto", assignments=assignments, gains=False)
     memory = plan.memory
-    skipped = {entry.name: entry.reason for entry in plan.entries if entry.decision != "apply"}
+    decided = {entry.name: f"{entry.decision}: {entry.reason}" for entry in plan.entries}
     found = {
-        "forecast_gib": memory.peak_gib, "forecast_reserved_gib": memory.reserved_gib, "tier": memory.tier, "skipped": skipped,
+        "forecast_gib": memory.peak_gib, "forecast_reserved_gib": memory.reserved_gib, "tier": memory.tier, "decided": decided,
         "forecast_ms": [1e3 * seconds for seconds in memory.time.step] if memory.time else None,
     }  # fmt: skip
     clock, seen, update = Clock(), [0], Loop.update
@@ -317,7 +327,7 @@ def hwopt_run(work: Work, folder: Path, *more: str) -> tuple[Clock, dict[str, An
 
 
 Variant = Callable[[Work, Path], tuple[Clock, dict[str, Any]]]
-GRAPHS = ("plugins.cuda_graphs.enabled=true", "plugins.cuda_graphs.tokens=0")
+GRAPHS = ("plugins.cuda_graphs.enabled=true", "plugins.cuda_graphs.tokens=0")  # of all sizes
 COMPILE = ("plugins.compile.enabled=true",)
 PACK = ("plugins.pack.enabled=true", "plugins.length_batching.enabled=false")
 GROUPED = ("plugins.group_lengths.enabled=true",)
@@ -354,48 +364,61 @@ VARIANTS: dict[str, dict[str, Variant]] = {
 }
 
 
-def measured(name: str, variant: str, folder: Path, small: bool) -> dict[str, Any]:
-    """One variant in a process of its own."""
-    command = [sys.executable, __file__, name, "--variant", variant, "--folder", str(folder), *(["--small"] if small else [])]
-    began = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-3000:]}
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        row = {"error": repr(error)[-3000:]}
-    return {"work": name, "variant": variant, "whole_seconds": round(time.perf_counter() - began, 1)} | row
+def forked(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """The result of `function` in a child process, or its error. The parent must not have used the GPU."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            theirs.send(function(*arguments) or {})
+        except BaseException:
+            theirs.send({"error": traceback.format_exc()[-3000:]})
+
+    process = context.Process(target=child)
+    process.start()
+    found = ours.recv() if ours.poll(LIMIT) else {"error": f"not done after {LIMIT} s"}
+    process.join(10)
+    process.kill()
+    return found
+
+
+def run(work: Work, variant: Variant, folder: Path) -> dict[str, Any]:
+    clock, found = variant(work, folder)
+    return clock.found() | found
+
+
+def preload() -> None:
+    """Import what the variants need and what does not use the GPU. torchao does, and transformers' models import it."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in ("transformers", "accelerate", "datasets", "hwopt.api", "hwopt.training.loop"):
+        importlib.import_module(name)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("works", nargs="*", default=list(WORKS))
-    arguments.add_argument("--only", default="")
+    arguments.add_argument("--only", default=".*", help="a regular expression for the names of variants")
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--small", action="store_true")
-    arguments.add_argument("--variant", help=argparse.SUPPRESS)
-    arguments.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.variant:
-        name = options.works[0]
-        clock, found = VARIANTS[name][options.variant](WORKS[name], options.folder)
-        print(json.dumps(clock.found() | found))
-        return
+    preload()
     for name in options.works:
         with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            make(WORKS[name], folder, options.small)
-            for variant in VARIANTS[name]:
-                if options.only not in variant:
+            work, folder = WORKS[name], Path(place)
+            if made := forked(make, work, folder, options.small):
+                sys.exit(made["error"])
+            for variant, function in VARIANTS[name].items():
+                if not re.fullmatch(options.only, variant):
                     continue
-                row = measured(name, variant, folder, options.small)
+                began = time.perf_counter()
+                row = {"work": name, "variant": variant} | forked(run, work, function, folder)
+                row["whole_seconds"] = time.perf_counter() - began
                 if options.json:
                     with open(options.json, "a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
-                if "error" in row:
-                    print(f"{name} | {variant} | {row['error'][-400:]}", flush=True)
-                    continue
-                keys = ("step_ms", "tokens_per_second", "allocated_gib", "reserved_gib")
-                print(f"{name} | {variant} | " + " | ".join(f"{row[key]:,.2f}" for key in keys), row["whole_seconds"], flush=True)
+                shown = [f"{row[key]:,.2f}" for key in SHOWN if key in row] or [row["error"][-400:]]
+                print(" | ".join((name, variant, *shown)), flush=True)
 
 
 if __name__ == "__main__":
