@@ -84,6 +84,8 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
         packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, **settings)
         weight = nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     packed.weight = weight.to(run.device)
+    if bits == 4:  # else each product would unpack its weight in the dtype of the file, and then copy it
+        packed.weight.quant_state.dtype = dtype
     if layer.bias is not None:
         packed.bias = torch.nn.Parameter(layer.bias.data.to(run.device), requires_grad=False)
     return packed.train(layer.training)
@@ -118,6 +120,8 @@ def dequantize(model: Any, run: hw.RunView) -> Any:
     from peft.utils.integrations import dequantize_module_weight
 
     for parent, name, packed in packed_linears(model):
+        if state := getattr(packed.weight, "quant_state", None):
+            state.dtype = torch.float32
         layer = torch.nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
         layer.weight = torch.nn.Parameter(dequantize_module_weight(packed).detach().float().cpu(), requires_grad=False)
         if packed.bias is not None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import show_memory
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.quantize import dequantize, quantize
 
 Quantize = Registry().plugin("quantize")
 WIDER = {"hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16}
@@ -83,6 +85,21 @@ def test_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(other), str(folder))
     assert any("lora_B" in name and bool(p.any()) for name, p in opened.named_parameters())
+
+
+def test_weights_of_an_fp32_file_are_unpacked_in_the_dtype_of_the_products() -> None:
+    """Unpacked in fp32 they would take twice the memory of the forecast, and a copy for each product."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False).requires_grad_(False))
+    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    weight, x = model[0].weight.detach().clone(), torch.randn(2, 64)
+    options = Quantize.Options(dtype="bf16")
+    packed = quantize(model, SimpleNamespace(device=torch.device("cpu")), options=options)
+    assert packed[0].weight.quant_state.dtype == torch.bfloat16
+    plain = dequantize(packed, None)[0]
+    assert plain.weight.dtype == torch.float32
+    assert (plain.weight - weight).abs().max() < 0.2 * weight.abs().max()
+    assert (plain.weight != plain.weight.bfloat16()).any(), "not rounded twice"
+    assert plain(x).dtype == torch.float32
 
 
 def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
