@@ -55,8 +55,15 @@ class CudaGraphs(hw.Plugin):
                 why="offload copies activations to the host and waits for them, which a graph cannot; set offload = false",
                 when=lambda graphs, checkpointing: checkpointing.offload,
             ),
+            hw.Conflict(
+                plugin="batch",
+                why="micro-batches of so many rows take the device longer than the host; set tokens = 0 for graphs all the same, "
+                "or a smaller train in [plugins.batch]",
+                when=lambda graphs, batch: bool(graphs.tokens and graphs.widths and not graphs.captured(batch.train or 1)),
+            ),
         ),
         replaces=("batch['widths']",),  # compile has wider ones
+        yields=True,
     )
 
     class Options(hw.PluginOptions):
@@ -69,6 +76,11 @@ class CudaGraphs(hw.Plugin):
             description="Micro-batches with more tokens run eagerly. auto: those for which the device needs longer than the host "
             "for its launches, by the forecast. 0: no limit.",
         )
+
+        def captured(self, rows: int) -> tuple[int, ...]:
+            """The widths with which micro-batches of `rows` rows have a graph."""
+            assert self.tokens != "auto", "probe() replaces it"
+            return tuple(width for width in self.widths if not self.tokens or rows * width <= self.tokens)
 
     options: Options
 
@@ -94,8 +106,8 @@ class CudaGraphs(hw.Plugin):
         return hw.Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
-        recipe.batch["widths"] = self.options.widths  # none for images
         assert self.options.tokens != "auto", "probe() replaces it"
+        recipe.batch["widths"] = self.options.captured(recipe.batch.get("train", 1))  # none for images; others are not padded
         recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
@@ -108,11 +120,13 @@ class CudaGraphs(hw.Plugin):
         passes: Any = run.forward_backward
         if not isinstance(passes, GraphedForwardBackward):
             return hw.Evidence.inactive(f"the passes are computed by {type(passes).__name__}")
-        calls = ", ".join(f"{passes.calls[how]} {how}" for how in ("captured", "replayed", "eager"))
+        calls = ", ".join(f"{passes.calls[how]} {how}" for how in ("captured", "replayed", "eager", "too large"))
         seen = f"last step: {calls} micro-batch(es); {len(passes.graphs)} graph(s), "
         seen += f"{len(passes.failed)} shape(s) could not be captured"
         if passes.calls["replayed"]:
             return hw.Evidence.active(seen)
+        if passes.calls["too large"] == passes.calls.total():
+            return hw.Evidence.unknown(f"{seen}; on micro-batches of more than {passes.tokens:,} tokens the host does not wait")
         if not passes.graphs and not passes.failed and run.step <= 1:
             return hw.Evidence.unknown(f"{seen}; the first micro-batch of a run is eager")
         return hw.Evidence.inactive(seen)

@@ -60,7 +60,7 @@ class GraphedForwardBackward(ForwardBackward):
         self.refused: dict[Key, str] = {}
         """Shapes whose capture failed twice -> why. Once may be a kernel that is compiled or tuned for the shape."""
         self.calls = Counter[str]()
-        """How the micro-batches of the present step were computed: "captured", "replayed", "eager"."""
+        """How the micro-batches of the present step were computed: "captured", "replayed", "eager", "too large" for a graph."""
         self.alone = True
         self.out_of_memory = 0
 
@@ -73,7 +73,7 @@ class GraphedForwardBackward(ForwardBackward):
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
         graph = None if large else self.graph_of(key, micro_batch, inputs)
         if graph is None:
-            self.calls["eager"] += 1
+            self.calls["too large" if large else "eager"] += 1
             loss = super().__call__(micro_batch, first, last, mark_time)
             if not self.graphs:
                 self.trained = with_gradient(self.weights)

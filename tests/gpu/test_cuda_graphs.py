@@ -11,7 +11,7 @@ import pytest
 import torch
 from event_calls import calling
 from plugin_cases import release_memory
-from pretend_cuda.counters import counting
+from pretend_cuda.counters import counting, on_pretend_card
 
 import hwopt_plugins.cuda_graphs
 from hwopt.distributed.forward_backward import ForwardBackward
@@ -38,6 +38,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared key heads": ("causal-lm", {"precision": {"dtype": "bf16"}, "sdpa": {}}),
     "fused loss": ("causal-lm", ONE | {"fused_loss": {"backend": "torch"}}),
 }
+
+ROUNDS = {"shared key heads": 1e-4, "fused loss": 1e-6}
+"""Case -> the relative difference of losses that kernels of a real card may cause. On an H100, torch 2.11: 3e-5, where two eager
+runs differ by 2.5e-5 too, because the backward pass of attention adds in any order; and 9e-8."""
 
 
 def trained(folder: Path, kind: str, tables: dict[str, Any], **training: Any) -> Recorder:
@@ -66,8 +70,11 @@ def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert {alone for alone, *_ in passes.graphs} == (
         {True, False} if "or several" in case else {"train" in tables.get("batch", {})}
     )
-    assert graphed.losses == eager.losses
-    assert saved_bits(tmp_path / "graphed" / "run" / "final") == saved_bits(tmp_path / "eager" / "run" / "final")
+    if case in ROUNDS and not on_pretend_card():
+        assert graphed.losses == pytest.approx(eager.losses, rel=ROUNDS[case])
+    else:
+        assert graphed.losses == eager.losses
+        assert saved_bits(tmp_path / "graphed" / "run" / "final") == saved_bits(tmp_path / "eager" / "run" / "final")
     ends = [{entry.name: found.status for entry, found in recorder.found_at_end} for recorder in (eager, graphed)]
     assert ends[1] == ends[0] | {"cuda_graphs": "active"}
 

@@ -41,6 +41,11 @@ def test_widths_waste_at_most_a_fifth_above_64_tokens() -> None:
     assert all((wider - width - 1) / wider <= 0.2 for width, wider in pairwise(widths) if width >= 64)
 
 
+def test_rows_are_padded_only_to_widths_that_have_a_graph(tmp_path: Path) -> None:
+    tables = {"cuda_graphs": {"tokens": 128, "widths": [8, 16, 24]}, "batch": {"train": 8}}
+    assert plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=CARD).batch.widths == (8, 16)
+
+
 def refused_captures(patch: pytest.MonkeyPatch) -> None:
     """The driver refuses to capture anything."""
     import torch
@@ -70,6 +75,7 @@ CASES = Cases(
         Refused("fsdp", "[plugins.cuda_graphs]\n[plugins.fsdp]", on_card=True),
         Refused("optimizer_in_backward", '[plugins.cuda_graphs]\n[plugins.optimizer_in_backward]\nclipping = "off"', 1, True),
         Refused("checkpointing", "[plugins.cuda_graphs]\n[plugins.checkpointing]\noffload = true", on_card=True),
+        Refused("batch", "[plugins.cuda_graphs]\n[plugins.batch]\ntrain = 900000", on_card=True),
     ),
     mutations=(
         Mutation("captures fail", refused_captures, "0 replayed", ONE_SHAPE, on_cuda=True),
