@@ -2,9 +2,11 @@
 
     python tests/pretend_cuda rtx3090 env PRETEND_COMPUTE=0 python benchmarks/cuda_graphs.py [ROWSxWIDTH...]
     python tests/pretend_cuda rtx3090 env PRETEND_COMPUTE=all python benchmarks/cuda_graphs.py --families
+    python benchmarks/cuda_graphs.py --forecast
 
 BERT-base in bf16 with fused AdamW, steps of one micro-batch. Launches and waits are exact. Host milliseconds are CPU time of the
-training thread on this machine, in the pretend driver too. The pretend device computes nothing.
+training thread on this machine, in the pretend driver too. The pretend device computes nothing. --forecast needs no card: it asks
+the forecast that decides whether a micro-batch gets a graph.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretend_cuda.counters import counting
-from pretend_cuda.zero_weights import large_weights_uninitialized
 
 from hwopt import api
 from hwopt.errors import HwoptError
+from hwopt.plugin.price import price_of
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
@@ -47,6 +48,9 @@ STEPS, ROUNDS = 8, 5
 
 def measured(rows: int, width: int, tables: str) -> dict[str, Any]:
     """Counts and times of a step of `rows` x `width`, and the memory that torch's allocator holds."""
+    from pretend_cuda.counters import counting
+    from pretend_cuda.zero_weights import large_weights_uninitialized
+
     with tempfile.TemporaryDirectory() as name, large_weights_uninitialized():
         folder = Path(name)
         choose = random.Random(0)
@@ -141,8 +145,44 @@ def show_families() -> None:
             print(f"| {family} | {kind} | {found} |", flush=True)
 
 
+FORECAST_CARDS = ("t4_16gb", "rtx3070_8gb", "rtx3090_24gb", "rtx4090_24gb", "h100_80gb")
+FORECAST_MODELS = {
+    "BERT-base": ("text-classification", '{ model_type = "bert", vocab_size = 30522 }'),
+    "decoder of 1.2 B": (
+        "causal-lm",
+        '{ model_type = "llama", vocab_size = 128256, hidden_size = 2048, intermediate_size = 8192, num_hidden_layers = 16, '
+        "num_attention_heads = 32, num_key_value_heads = 8, tie_word_embeddings = true }",
+    ),
+}
+GRAPH_HOST_SECONDS = 3e-3
+"""Host time of a step whose passes are one launch: copies, clipping, update (the table of docs/cuda-graphs.md)."""
+
+
+def show_forecast() -> None:
+    """Milliseconds of a micro-batch without and with a graph, and the part of them in which the device is busy."""
+    shapes = [(rows, width) for rows in (8, 16, 32, 64) for width in (32, 64, 128, 192)]
+    for model, (kind, config) in FORECAST_MODELS.items():
+        print(f"\n| {model}, rows x tokens | " + " | ".join(FORECAST_CARDS) + " |\n" + "|---" * (len(FORECAST_CARDS) + 1) + "|")
+        prices = []
+        for card in FORECAST_CARDS:
+            job = [f"model.config={config}", f"task.kind={kind}", "data.train=padded rows", "data.max_length=192"]
+            prices.append(price_of(api.resolve(card, assignments=job, hardware="profile").context))
+        for rows, width in shapes:
+            cells = []
+            for price in prices:
+                device = price.device_seconds + rows * width * price.token_seconds
+                eager, graphed = max(device, price.host_seconds), max(device, GRAPH_HOST_SECONDS)
+                on = rows * width <= price.host_bound_tokens
+                now = f"{1e3 * eager:.0f} ms, {device / eager:.0%}"
+                cells.append(f"{now} -> **{1e3 * graphed:.0f}**, {device / graphed:.0%}" if on else now)
+            print(f"| {rows} x {width} | " + " | ".join(cells) + " |")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    if "--forecast" in sys.argv:
+        show_forecast()
+        sys.exit()
     if "--families" in sys.argv:
         show_families()
         sys.exit()
