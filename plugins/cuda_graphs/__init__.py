@@ -15,8 +15,9 @@ device cannot be captured and runs eagerly, with a warning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,6 +46,7 @@ class CudaGraphs(hw.Plugin):
     name = "cuda_graphs"
     stage = hw.Stage.LOOP
     effect = "rounding"
+    aliases: ClassVar[Mapping[str, str]] = {"enable_cuda_graph": "enabled = true"}  # a word of DeepSpeed
     relations = hw.Relations(
         conflicts=(
             hw.Conflict(

@@ -79,6 +79,8 @@ class VerdictInputs:
     """Of a step."""
     half_precision: bool
     compiled: bool
+    graphs: bool
+    """Whether CUDA graphs can be turned on: the passes are the loop's own, and so is the engine."""
     batch_option: str
     """The option that sets `rows`."""
 
@@ -98,7 +100,10 @@ def advice(limit: Limit, settings: VerdictInputs) -> str:
             return f"{option_for('dataloader_num_workers')} = {workers} (found {settings.workers}, {settings.cores} cores)"
         return f"more CPU cores ({settings.workers} workers on {settings.cores} cores)"
     if limit == "host-bound":
-        return more_rows if settings.micro_batches > 1 else "nothing is left" if settings.compiled else compiled
+        if settings.micro_batches > 1:
+            return more_rows
+        graphs = f"{option_for('enable_cuda_graph')} (one launch for all kernels of a micro-batch)"
+        return "nothing is left" if settings.compiled else graphs if settings.graphs else compiled
     if not settings.cuda:
         return "a GPU: no setting makes this CPU faster"
     if not settings.half_precision:
@@ -120,6 +125,7 @@ def settings_of(run: Run) -> VerdictInputs:
         micro_batches=run.batch.accumulation(run.world_size),
         half_precision=sum(matmuls.values()) > 2 * matmuls.get("float", 0),
         compiled=any(module._compiled_call_impl is not None for module in run.inner_model.modules()),
+        graphs=recipe.forward_backward is None and recipe.engine is None,
         batch_option=plan.batch_option("train"),
     )
 

@@ -34,9 +34,10 @@ SETTINGS = st.builds(
     micro_batches=st.integers(1, 64),
     half_precision=st.booleans(),
     compiled=st.booleans(),
+    graphs=st.booleans(),
     batch_option=st.just("plugins.batch.train"),
 )
-CARD = VerdictInputs(True, 2, 8, 64, 1, True, False, "plugins.batch.train")
+CARD = VerdictInputs(True, 2, 8, 64, 1, True, False, True, "plugins.batch.train")
 
 
 @given(FIGURES, SETTINGS)
@@ -88,6 +89,8 @@ def test_the_first_sign_decides_and_is_named(measured: dict[str, Any], limit: st
         ("input-bound", {"workers": 0, "cores": 4}, "plugins.dataloader.num_workers = 1"),
         ("input-bound", {"workers": 7}, "more CPU cores (7 workers on 8 cores)"),
         ("host-bound", {"micro_batches": 4}, "plugins.batch.train = 128"),
+        ("host-bound", {}, "plugins.cuda_graphs.enabled = true"),
+        ("host-bound", {"graphs": False}, "plugins.compile.enabled = true"),
         ("memory-bound", {"half_precision": False}, 'plugins.precision.dtype = "auto"'),
         ("memory-bound", {}, "plugins.compile.enabled = true"),
         ("compute-bound", {}, "nothing: the GPU is used well"),
