@@ -64,6 +64,19 @@ OTHER_ARGUMENTS = names(
 """Words whose values are texts, tables, or read by no rule."""
 
 
+OPTIMIZERS = names(
+    """
+    adafactor adagrad adalomo adamw_8bit adamw_anyprecision adamw_bnb_8bit adamw_torch adamw_torch_4bit
+    adamw_torch_8bit adamw_torch_fused adamw_torch_npu_fused adamw_torch_xla ademamix ademamix_8bit apollo_adamw
+    apollo_adamw_layerwise galore_adafactor galore_adafactor_layerwise galore_adamw galore_adamw_8bit galore_adamw_8bit_layerwise
+    galore_adamw_layerwise grokadamw lion_32bit lion_8bit lomo paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit
+    paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit
+    schedule_free_adamw schedule_free_radam schedule_free_sgd sgd stable_adamw
+    """
+)
+"""Values of `optim` in transformers 5."""
+
+
 class Former(NamedTuple):
     """A name that TrainingArguments no longer has, or will not have."""
 

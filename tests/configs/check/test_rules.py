@@ -12,6 +12,7 @@ from hwopt.configs.check.checker import CheckReport, check, check_file, installe
 from hwopt.configs.check.contract import Facts
 from hwopt.configs.check.facts import Given
 from hwopt.configs.recognise import read_source, view_of
+from hwopt.configs.words import OPTIMIZERS
 from hwopt.planning.inputs import Inputs
 
 INPUTS = Inputs()
@@ -50,6 +51,9 @@ gradient_accumulation_steps: 2
 step-rows-contradict | 1 | "train_batch_size": 64 | suffix=.json
   {"train_batch_size": 100, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
   {"train_batch_size": 128, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+optimizer-name | 1 | optim: adamw_torch_fused | level=error
+  optim: adamw_torch_fusd / output_dir: o
+  optim: paged_adamw_8bit / output_dir: o
 batch-search | 1 | auto_find_batch_size: false
   auto_find_batch_size: true
   auto_find_batch_size: false
@@ -341,3 +345,9 @@ def test_plugin_options_of_a_job_are_merged_with_the_profile_and_checked(tmp_pat
     assert report.exit_code() == 2
     assert report.findings[0].place == f"{path}:7"
     assert "Did you mean 'eval'" in report.findings[0].what
+
+
+def test_optimizers_are_those_of_transformers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert {each.value for each in OptimizerNames} <= OPTIMIZERS

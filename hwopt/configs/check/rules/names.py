@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 
 from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.view import ConfigSetting, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -108,6 +108,20 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     for each in view.unread_as("unreadable"):
         why = "The trainer stops, or reads a text."
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
+
+
+@rule("optimizer-name", "error", source="transformers, OptimizerNames", words=("optim",), tools=TRANSFORMERS)
+def optimizer_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """An optimizer that transformers does not have."""
+    name = view.value("optim")
+    if isinstance(name, str) and name not in OPTIMIZERS | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these two
+        near = get_close_matches(name[:80], sorted(OPTIMIZERS), n=1, cutoff=0.75)
+        yield Finding(
+            "optim",
+            f"transformers has no optimizer {truncate(name)}.",
+            "TrainingArguments stops with a ValueError.",
+            view.line("optim", near[0] if near else "adamw_torch_fused"),
+        )
 
 
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
