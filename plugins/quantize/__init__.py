@@ -84,8 +84,8 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
         packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, **settings)
         weight = nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     packed.weight = weight.to(run.device)
-    if bits == 4:  # else each product would unpack its weight in the dtype of the file, and then copy it
-        packed.weight.quant_state.dtype = dtype
+    if state := getattr(packed.weight, "quant_state", None):  # of 4 bits
+        state.dtype = dtype  # else each product would unpack its weight in the dtype of the file, and then copy it
     if layer.bias is not None:
         packed.bias = torch.nn.Parameter(layer.bias.data.to(run.device), requires_grad=False)
     return packed.train(layer.training)

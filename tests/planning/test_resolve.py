@@ -73,7 +73,7 @@ def plan_of(profile: Profile, hardware: Hardware, facts: ModelFacts = BERT_BASE,
 
 
 def golden_text(profile: str) -> str:
-    lines = []
+    lines, folder = [], f"{Path(profile_files()[profile]).parent}{os.sep}"
     facts = GEMMA if "3090" in profile else BERT_BASE
     for card, hardware in CARDS.items():
         plan = plan_of(load_profile(profile, profile_files()), hardware, facts)
@@ -88,7 +88,8 @@ def golden_text(profile: str) -> str:
             options = ", ".join(
                 f"{key}={value}" for key, value in entry.options.model_dump(mode="json", exclude_defaults=True).items()
             )
-            lines.append(f"{entry.plugin.stage.name.lower()} {entry.name}: {entry.decision}: {entry.reason} [{options}]")
+            reason = entry.reason.replace(folder, "")
+            lines.append(f"{entry.plugin.stage.name.lower()} {entry.name}: {entry.decision}: {reason} [{options}]")
         training = plan.training.model_dump(exclude_defaults=True)
         lines.append(
             "training: "

@@ -1,6 +1,6 @@
 """Steps a second of hwopt beside its peers and beside hand-written loops on one GPU, and its forecasts beside what was measured.
 
-    python benchmarks/gpu.py [bert|bert16|lora|qlora ...] [--only REGEX] [--json FILE] [--small]
+    python benchmarks/gpu_speed.py [bert|bert16|lora|qlora ...] [--only REGEX] [--json FILE] [--small]
 
 Models have random weights, texts are drawn from a log-normal distribution of lengths: neither changes the speed. Each variant
 trains in a process of its own, forked from one that has imported everything. `WARM` steps are left out (kernels are loaded,
