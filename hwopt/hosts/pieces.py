@@ -18,6 +18,7 @@ from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.trainer import described_model
 from hwopt.planning.plan import Plan
 from hwopt.text import listing, nearest
+from hwopt.training.optimizer import state_defaults
 
 ARGUMENTS_LACK = TRAINER_LACKS | {
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
@@ -73,11 +74,18 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     by plugins that decide by its size.
     """
     make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
-    return lambda parameters, **defaults: make(with_defaults(parameters, defaults))
+    return lambda parameters, **defaults: made_with(make, parameters, defaults)
 
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Those of torch's AdamW."""
+
+
+def made_with(make: Callable[..., Any], parameters: Iterable[Any], defaults: Mapping[str, Any]) -> Any:
+    """The optimizer of `make`, a function of groups, for parameters or groups."""
+    made = make(with_defaults(parameters, defaults))
+    state_defaults(made, DEFAULTS | dict(defaults))
+    return made
 
 
 def with_defaults(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from hwopt.errors import InputError
 from hwopt.hosts.additivity import refuse_other_laws, shifts_labels
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
-from hwopt.hosts.pieces import with_defaults
+from hwopt.hosts.pieces import made_with
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
@@ -62,7 +62,7 @@ class Session:
     def optimizer(self, parameters: Any, **defaults: Any) -> Any:
         """The plan's optimizer over parameters or groups. `defaults` (lr, betas, eps, weight_decay): torch's unless given."""
         self._refuse_unentered()
-        made = (self.run.recipe.optimizer or torch.optim.AdamW)(with_defaults(parameters, defaults))
+        made = made_with(self.run.recipe.optimizer or torch.optim.AdamW, parameters, defaults)
         self.follow(made)
         return made
 

@@ -29,6 +29,7 @@ from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep
 from hwopt.training.listener import DONE, Listener
+from hwopt.training.optimizer import state_defaults
 
 
 def optimized(
@@ -148,7 +149,9 @@ class OptimizedTrainer(Base):
             words = self.get_optimizer_cls_and_kwargs(args, module)[1]
             groups = words.get("optimizer_dict", groups)  # sentence-transformers: with the weights of the loss
             make = recipe.optimizer or torch.optim.AdamW
-            optimizer = make([common | group for group in groups if group["params"]])
+            # empty groups too: the script's checkpoints have as many
+            optimizer = make([common | group for group in groups])
+            state_defaults(optimizer, common)
             for wrap in recipe.optimizer_wraps:
                 optimizer = wrap(optimizer, self._run)
             self.optimizer = optimizer

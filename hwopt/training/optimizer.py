@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ def build_optimizer(run: Run) -> None:
     run.total_steps = run.training.max_steps or ceil(run.training.num_train_epochs * run.steps_per_epoch)
     names = {id(parameter): name for name, parameter in run.inner_model.named_parameters()}
     optimizer = (recipe.optimizer or torch.optim.AdamW)(parameter_groups(run))
+    state_defaults(optimizer, {"lr": run.training.learning_rate})
     run.scaler = recipe.scaler() if recipe.scaler else run.accelerator.scaler
     for wrap in recipe.optimizer_wraps:
         before = updated_by(optimizer)
@@ -44,6 +45,11 @@ def build_optimizer(run: Run) -> None:
     run.optimizer = optimizer
     run.parameter_names = names_of(updated_by(optimizer), names)
     run.scheduler = make_scheduler(run)
+
+
+def state_defaults(optimizer: Any, settings: Mapping[str, Any]) -> None:
+    """Make `settings` the optimizer's defaults, of which schedules of transformers read "lr". The groups have them already."""
+    optimizer.defaults.update({name: value for name, value in settings.items() if name in optimizer.defaults})
 
 
 def updated_by(optimizer: Any) -> list[Tensor]:

@@ -57,7 +57,9 @@ def train(cls: type, config: Any, rows: Dataset, limit: int | None = None, model
 def sft(folder: Path) -> Any:
     from trl import SFTConfig  # takes ten seconds to import
 
-    own = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    own = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 2e-3}
+    # reads the optimizer's default rate, which is torch's 1e-3 unless set
+    own |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}}
     switch = "activation_checkpointing" if hasattr(SFTConfig, "activation_checkpointing") else "gradient_checkpointing"
     return SFTConfig(str(folder), max_length=64, save_strategy="no", **QUIET, **own, **{switch: False})
 
@@ -77,6 +79,8 @@ def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, c
     cls = hwopt.optimized(SFTTrainer, "cpu", **SPLIT)
     trainer, found = train(cls, partial(sft, tmp_path / "ours"), rows, limit, **given())
     assert farthest(found, wanted) < 1e-5
+    groups = [[len(group["params"]) for group in each.optimizer.param_groups] for each in (plain, trainer)]
+    assert groups[0] == groups[1], "checkpoints resume in the unmodified script"
     assert trainer.state.log_history[-2]["num_tokens"] == plain.state.log_history[-2]["num_tokens"]
     output = capsys.readouterr().out
     assert "a step is split by length: the loss of SFTTrainer, loss_type = 'nll', is divided by the labels of" in output

@@ -100,12 +100,18 @@ def test_options_of_schedules_are_those_of_transformers(name: Scheduler) -> None
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("cosine_with_min_lr", {"min_lr_rate": 0.2}), ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"})],
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("cosine_with_min_lr", {"min_lr": 1e-5}),
+        ("polynomial", {"lr_end": 1e-5}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"}),
+    ],
 )
 def test_schedule_with_options_is_that_of_transformers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    plan = planned(tmp_path, warmup_steps=1, learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=options)
+    """At another rate than torch's default one."""
+    plan = planned(tmp_path, warmup_steps=1, learning_rate=2e-5, lr_scheduler_type=name, lr_scheduler_kwargs=options)
     run = train_tiny(plan, tmp_path).run
-    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=1e-3), 1, 4, options)
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=2e-5), 1, 4, options)
     assert [run.scheduler.lr_lambdas[0](step) for step in range(5)] == [theirs.lr_lambdas[0](step) for step in range(5)]
 
 
