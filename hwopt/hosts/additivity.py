@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -209,6 +210,19 @@ def shifts_labels(model: Any) -> bool:
     model = inner(model)
     decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+@contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """`model` in evaluation mode inside, except 4-bit layers, whose weights bitsandbytes packs anew for inference on a CPU."""
+    before = {module: module.training for module in model.modules()}
+    for module in before:
+        module.training = any(cls.__name__ == "Linear4bit" for cls in type(module).__mro__)
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
 
 
 def inner(model: Any) -> Any:

@@ -25,7 +25,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
-from hwopt.hosts.additivity import LAWS, Law, refuse_other_laws, shifts_labels
+from hwopt.hosts.additivity import LAWS, Law, refuse_other_laws, shifts_labels, without_dropout
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
@@ -271,13 +271,10 @@ class OwnTask(Task):
         def loss_of(part: dict[str, Any]) -> float:
             return float(self.loss_of(self.model(**{key: part[key] for key in part if key not in self.unread}), part))
 
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad(), seeded(self.seed):
+        with torch.no_grad(), seeded(self.seed), without_dropout(self.model):
             whole = loss_of(batch)
             parts = [sliced(batch, [row], width) for row, width in enumerate(lengths_of(batch))]
             losses = [loss_of(part) for part in parts]
-        self.model.train(training)
         labels = [labels_in(part, self.shifted) for part in parts] if "labels" in batch else [1] * rows
         weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True) if count) / (sum(labels) or 1)
         expected = {"rows": sum(losses) / rows, "labels": weighted, "sum": sum(losses)}

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import DoesNotFitError
-from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels
+from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
@@ -123,12 +123,10 @@ class TrainerStep:
         def loss_of(inputs: Batch) -> float:
             return float(self.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=count))
 
-        training = inner(model).training
-        model.eval()
-        with self._gathering_nothing(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
+        generators = torch.random.fork_rng(range(torch.cuda.device_count()))
+        with self._gathering_nothing(), torch.no_grad(), generators, without_dropout(model):
             whole = loss_of(few)
             losses = [loss_of(part.inputs) for part in rows]
-        model.train(training)
         vars(trainer).update(counters)
         rough = trainer.accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.fp32_precision == "tf32"
         parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))

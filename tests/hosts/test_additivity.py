@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 from hwopt.data.batches.collate import cut_in_order
-from hwopt.hosts.additivity import LAWS, additivity_of
+from hwopt.hosts.additivity import LAWS, additivity_of, without_dropout
 from hwopt.hosts.collated import micro_batches
 
 IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 1}
@@ -178,3 +178,13 @@ def test_micro_batches_hold_every_row_once(lengths: list[int], more: list[int], 
         assert (part.inputs["labels"] == -100).equal(part.inputs["attention_mask"] == 0)
     if law != "sum":  # the means of the batches, each with weight 1
         assert sum(part.weight for part in parts) == pytest.approx(len(batches))
+
+
+def test_4_bit_layers_stay_in_training_mode_while_losses_are_compared() -> None:
+    """On a CPU with AVX-512 for bf16, bitsandbytes packs their weights anew in evaluation mode, and training then uses them."""
+    from bitsandbytes.nn import Linear4bit
+
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), Linear4bit(4, 4)).eval()
+    with without_dropout(model):
+        assert [module.training for module in model] == [False, True]
+    assert [module.training for module in model] == [False, False]
