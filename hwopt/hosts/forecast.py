@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from transformers import TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
@@ -27,6 +29,10 @@ KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
 LENGTH = 1024
 """Tokens of a row if neither the data, the arguments nor the model say a number."""
+
+
+WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
+"""Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
         why = f"its trainer may hold a second model, or make its rows in the step; the forecast knows {listing(KNOWN)}"
         return Fit(None, f"{kind}: {why}")
     described = described_model(model, {})
+    if kind == "SFTConfig":
+        described = with_language_head(described)
+    if any(getattr(args, word, None) for word in WHOLE):
+        batch = plugins.get("batch") or {}
+        plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
     config = getattr(described, "config", described)
     if not hasattr(config, "model_type"):
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
@@ -76,6 +87,16 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     if memory.lower_bound:
         why = f"at least {why}; {memory.note}"
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
+
+
+def with_language_head(described: Any) -> Any:
+    """`described`; a config that names no architecture, as its class makes it, gets that of a causal language model."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(described, "model_type", ""))
+    if hasattr(described, "parameters") or getattr(described, "architectures", None) or name is None:
+        return described
+    described = copy.deepcopy(described)
+    described.architectures = [name]
+    return described
 
 
 def job_with(config: Any, kind: str) -> JobFile:

@@ -51,6 +51,18 @@ def test_forecast_for_a_card_that_is_not_there(tmp_path: Path) -> None:
     assert "on GeForce RTX 3090, 8 x 40 tokens" in str(found)
 
 
+def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_path: Path) -> None:
+    """`optimized` does not split packed rows, and SFTTrainer trains a language model whatever the config names."""
+    from trl import SFTConfig
+
+    own = {"use_cpu": True, "bf16": False, "max_length": 64, "per_device_train_batch_size": 16, SWITCH: False}
+    plain = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2)
+    found = hwopt.fits(plain, SFTConfig(str(tmp_path), packing=True, **own), card="RTX 3090", batch={"train": 4})
+    assert "16 x 64 tokens" in str(found)
+    assert found.plan is not None
+    assert found.plan.model.architecture == "LlamaForCausalLM"
+
+
 def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Path) -> None:
     from trl import DPOConfig
 
