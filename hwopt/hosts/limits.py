@@ -126,9 +126,10 @@ def refuse_half_weights(model: Any, plan: Any) -> None:
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     halves = {str(dtype).removeprefix("torch.") for dtype in trained & {torch.float16, torch.bfloat16}}
     if halves and plan.recipe.model_kwargs.get("dtype") == "float32":
+        pure = {"level": "pure", "dtype": "bf16" if "bfloat16" in halves else "fp16"}
         raise InputError(
             f"the model trains {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
-            "updates would be lost. Load it with dtype=torch.float32, or say precision={'level': 'pure'} or precision=False"
+            f"updates would be lost. Load it with dtype=torch.float32, or say precision={pure} or precision=False"
         )
 
 

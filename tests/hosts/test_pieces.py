@@ -59,6 +59,7 @@ def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_pa
     plain = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2)
     found = hwopt.fits(plain, SFTConfig(str(tmp_path), packing=True, **own), card="RTX 3090", batch={"train": 4})
     assert "16 x 64 tokens" in str(found)
+    assert "16 x 64 tokens" in str(hwopt.fits(plain, SFTConfig(str(tmp_path), **own), card="RTX 3090", batch=False))
     assert found.plan is not None
     assert found.plan.model.architecture == "LlamaForCausalLM"
 
