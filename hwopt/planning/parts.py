@@ -111,12 +111,17 @@ def declared(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
 
 
 def yielding(parts: Sequence[Part], chosen: frozenset[str]) -> dict[str, str]:
-    """Plugin -> why it is skipped: it conflicts with another one, yields to it, and the user did not name it."""
-    return {
-        mine.entry.name: f"cannot be used with {other.entry.author}: {why}"
-        for mine, other, why in declared(parts)
-        if mine.entry.plugin.relations.yields and mine.entry.name not in chosen
-    }
+    """Plugin -> why it is skipped: it is in a conflict, yields in conflicts, and the user did not name it.
+
+    Where both plugins of a conflict are such, the one that declares it is skipped.
+    """
+    found: dict[str, str] = {}
+    for mine, other, why in declared(parts):
+        for one, stays in ((mine, other), (other, mine)):
+            if one.entry.plugin.relations.yields and one.entry.name not in chosen and stays.entry.name not in found:
+                found.setdefault(one.entry.name, f"cannot be used with {stays.entry.author}: {why}")
+                break
+    return found
 
 
 def concerns(conflict: Conflict, other: Part) -> bool:

@@ -79,7 +79,7 @@ class Relations:
     replaces: tuple[str, ...] = ()
     """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that it takes over from another plugin."""
     yields: bool = False
-    """Whether the plugin is skipped where one of its conflicts applies and only an installed profile asks for it."""
+    """Whether the plugin is skipped, not refused, in a conflict (its own or another's) if only an installed profile names it."""
 
     def __post_init__(self) -> None:
         kinds = {"after": str, "requires": str, "conflicts": Conflict, "replaces": str}

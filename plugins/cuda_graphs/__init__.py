@@ -58,13 +58,16 @@ class CudaGraphs(hw.Plugin):
                 when=lambda graphs, checkpointing: checkpointing.offload,
             ),
             hw.Conflict(
+                plugin="compile",
+                why="compiled kernels in a graph were never tried, and compile needs few widths for all micro-batches; keep one",
+            ),
+            hw.Conflict(
                 plugin="batch",
                 why="micro-batches of so many rows take the device longer than the host; set tokens = 0 for graphs all the same, "
                 "or a smaller train in [plugins.batch]",
                 when=lambda graphs, batch: bool(graphs.tokens and graphs.widths and not graphs.captured(batch.train or 1)),
             ),
         ),
-        replaces=("batch['widths']",),  # compile has wider ones
         yields=True,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plugin_cases import Cases, Mutation, Refused
 
+from hwopt import api
 from hwopt.hardware.device import described
 from hwopt.plugin.price import Price
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
@@ -46,6 +47,17 @@ def test_rows_are_padded_only_to_widths_that_have_a_graph(tmp_path: Path) -> Non
     assert plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=CARD).batch.widths == (8, 16)
 
 
+@pytest.mark.parametrize("name", ["pack", "compile", "optimizer_in_backward"])
+def test_plugin_of_the_user_comes_before_the_graphs_of_a_profile(name: str, tmp_path: Path) -> None:
+    config = "{ model_type='llama', hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=4 }"
+    job = [f"model.config={config}", "task.kind=causal-lm", "data.train=rows", "training.max_grad_norm=0"]
+    asked = [f"plugins.{name}.enabled=true", "plugins.length_batching.enabled=false"]
+    plan = api.resolve("h100_80gb", assignments=[*job, *asked], hardware="profile", cache=tmp_path)
+    assert entry_of(name, plan).decision == "apply"
+    assert entry_of("cuda_graphs", plan).decision == "skip"
+    assert f"cannot be used with plugin '{name}' (--set)" in entry_of("cuda_graphs", plan).reason
+
+
 def refused_captures(patch: pytest.MonkeyPatch) -> None:
     """The driver refuses to capture anything."""
     import torch
@@ -75,6 +87,7 @@ CASES = Cases(
         Refused("fsdp", "[plugins.cuda_graphs]\n[plugins.fsdp]", on_card=True),
         Refused("optimizer_in_backward", '[plugins.cuda_graphs]\n[plugins.optimizer_in_backward]\nclipping = "off"', 1, True),
         Refused("checkpointing", "[plugins.cuda_graphs]\n[plugins.checkpointing]\noffload = true", on_card=True),
+        Refused("compile", "[plugins.cuda_graphs]\n[plugins.compile]", on_card=True),
         Refused("batch", "[plugins.cuda_graphs]\n[plugins.batch]\ntrain = 900000", on_card=True),
     ),
     mutations=(
