@@ -129,7 +129,8 @@ def capture(kind: str, family: str, sizes: dict[str, Any]) -> str:
         task = job.job.task.model_copy(update={"ignore_router_loss": True})
         job = replace(job, job=job.job.model_copy(update={"task": task}))
         tables = {"optimizer": {"name": "adamw_torch_fused"}, "precision": {"dtype": "bf16"}, "cuda_graphs": {"tokens": 0}}
-        recorder = train_tiny(plan_for(tiny_profile(**tables), job), Path(name))
+        profile = replace(tiny_profile(**tables), chosen=frozenset(tables))
+        recorder = train_tiny(plan_for(profile, job), Path(name))
         passes = recorder.run.forward_backward
         return "captured" if passes.graphs else " ".join(passes.refused.values())
 

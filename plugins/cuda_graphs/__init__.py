@@ -92,6 +92,9 @@ class CudaGraphs(hw.Plugin):
     def probe(self, context: hw.Context) -> hw.Decision:
         if context.hardware.device_type != "cuda":
             return hw.Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
+        if self.name not in context.chosen and (context.task.inputs != "tokens" or context.task.encoder_decoder):
+            what = "targets of many lengths make many shapes" if context.task.encoder_decoder else "their price is not forecast"
+            return hw.Decision.skip(f"{context.task.kind}: {what}; name the plugin yourself to try it")
         tokens, text = self.options.tokens, ""
         if tokens == "auto" and context.task.inputs != "tokens":
             tokens = 0  # the forecast knows the price of tokens only

@@ -30,9 +30,15 @@ def test_large_micro_batches_run_eagerly_by_the_forecast(tmp_path: Path) -> None
 
 
 def test_images_have_one_shape_and_no_limit(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, "image-classification")
-    entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), job, hardware=CARD))
+    profile = replace(tiny_profile(cuda_graphs={}), chosen=frozenset({"cuda_graphs"}))
+    entry = entry_of("cuda_graphs", plan_for(profile, tiny_job(tmp_path, "image-classification"), hardware=CARD))
     assert (entry.decision, entry.options.tokens, entry.options.widths) == ("apply", 0, ())
+
+
+@pytest.mark.parametrize("kind", ["image-classification", "seq2seq-lm"])
+def test_tasks_with_many_shapes_or_without_a_forecast_have_graphs_only_if_the_user_says_so(kind: str, tmp_path: Path) -> None:
+    entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path, kind), hardware=CARD))
+    assert (entry.decision, "name the plugin yourself" in entry.reason) == ("skip", True)
 
 
 def test_widths_waste_at_most_a_fifth_above_64_tokens() -> None:
