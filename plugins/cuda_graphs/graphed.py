@@ -157,7 +157,8 @@ class GraphedForwardBackward(ForwardBackward):
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture the operators of the block. Raises what the block raises, or what CUDA says of them at the end."""
-        before, error = torch.cuda.current_stream(), None
+        before = torch.cuda.current_stream()
+        error: BaseException | None = None
         capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         capture.__enter__()
         try:
@@ -170,8 +171,11 @@ class GraphedForwardBackward(ForwardBackward):
             error = error or raised
             leave_failed_capture(self.pool, before)
             self.forget()  # the other graphs use the random state that the capture spoiled
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            error = None  # else it and this frame, in its traceback, would keep each other, and with them what was captured
 
     def refuse(self, key: Key, error: RuntimeError) -> None:
         """Run this shape eagerly from now on. Warns the first time."""
@@ -182,13 +186,15 @@ class GraphedForwardBackward(ForwardBackward):
             self.run.warn(f"A step cannot be captured in a CUDA graph, continuing without one: {self.refused[key]}")
 
     def free(self) -> bool:
-        """Free all graphs. After the second time that memory ran out, no more are captured."""
-        if not self.forget():
-            return False
-        self.out_of_memory += 1
-        if self.out_of_memory > 1:
+        """Free all graphs. No more are captured after the second time that memory ran out, or if it did without a graph.
+
+        Then it is short, and the update, which cannot be repeated, would miss the memory that a pool keeps.
+        """
+        found = self.forget()
+        self.out_of_memory += 1 if found else 2
+        if found and self.out_of_memory > 1:
             self.run.warn("The device has no memory for CUDA graphs, continuing without them")
-        return True
+        return found
 
     def forget(self) -> bool:
         """Drop all graphs and the gradients that they add up. Returns whether there was a graph."""

@@ -225,6 +225,17 @@ def test_a_model_that_waits_runs_eagerly_with_one_warning(line: str, tmp_path: P
 
 
 @pytest.mark.device("any")
+def test_memory_that_was_short_without_graphs_leaves_all_passes_eager(tmp_path: Path) -> None:
+    with loop_of(tmp_path, ONE | GRAPHS, TINY_BERT) as loop:
+        batch = next(loop.batches())
+        loop.update(batch)
+        assert not loop.run.forward_backward.free()
+        for _ in range(3):
+            loop.update(batch)
+        assert not loop.run.forward_backward.graphs
+
+
+@pytest.mark.device("any")
 def test_rare_shapes_run_eagerly(tmp_path: Path) -> None:
     graphed = trained(tmp_path, "text-classification", {"cuda_graphs": {"shapes": 1, "tokens": 0}})
     assert len(graphed.run.forward_backward.graphs) == 1
