@@ -214,7 +214,7 @@ def shifts_labels(model: Any) -> bool:
 
 @contextmanager
 def without_dropout(model: Any) -> Iterator[None]:
-    """`model` in evaluation mode inside, except 4-bit layers, whose weights bitsandbytes packs anew for inference on a CPU."""
+    """`model` in evaluation mode inside, except its 4-bit layers: bitsandbytes changes their weights for inference on a CPU."""
     before = {module: module.training for module in model.modules()}
     for module in before:
         module.training = any(cls.__name__ == "Linear4bit" for cls in type(module).__mro__)

@@ -36,6 +36,15 @@ def few_widths(limit: int) -> tuple[int, ...]:
     return (*widths[1:-1], limit)
 
 
+def untried(context: hw.Context) -> str:
+    """Why graphs are not for this card or task unless the user asks for them; "" if they are."""
+    if context.hardware.amd:
+        return f"{context.hardware.name}: graphs of ROCm were never tried"
+    if context.task.encoder_decoder:
+        return f"{context.task.kind}: targets of many lengths make many shapes"
+    return "" if context.task.inputs == "tokens" else f"{context.task.kind}: the price of a sample is not forecast"
+
+
 def graphed_forward_backward(most: int, tokens: int, run: hw.RunView) -> Any:
     from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
@@ -65,7 +74,7 @@ class CudaGraphs(hw.Plugin):
                 plugin="batch",
                 why="micro-batches of so many rows take the device longer than the host; set tokens = 0 for graphs all the same, "
                 "or a smaller train in [plugins.batch]",
-                when=lambda graphs, batch: bool(graphs.tokens and graphs.widths and not graphs.captured(batch.train or 1)),
+                when=lambda graphs, batch: bool(graphs.tokens and graphs.widths and not graphs.captured(batch.train)),
             ),
         ),
         yields=True,
@@ -92,9 +101,8 @@ class CudaGraphs(hw.Plugin):
     def probe(self, context: hw.Context) -> hw.Decision:
         if context.hardware.device_type != "cuda":
             return hw.Decision.skip(f"CUDA graphs need a CUDA device, found {context.hardware.name}")
-        if self.name not in context.chosen and (context.task.inputs != "tokens" or context.task.encoder_decoder):
-            what = "targets of many lengths make many shapes" if context.task.encoder_decoder else "their price is not forecast"
-            return hw.Decision.skip(f"{context.task.kind}: {what}; name the plugin yourself to try it")
+        if self.name not in context.chosen and (why := untried(context)):
+            return hw.Decision.skip(f"{why}; name the plugin yourself to try it")
         tokens, text = self.options.tokens, ""
         if tokens == "auto" and context.task.inputs != "tokens":
             tokens = 0  # the forecast knows the price of tokens only
@@ -133,7 +141,7 @@ class CudaGraphs(hw.Plugin):
         seen += f"{len(passes.failed)} shape(s) could not be captured"
         if passes.calls["replayed"]:
             return hw.Evidence.active(seen)
-        if passes.calls["too large"] == passes.calls.total():
+        if 0 < passes.calls["too large"] == passes.calls.total():
             return hw.Evidence.unknown(f"{seen}; on micro-batches of more than {passes.tokens:,} tokens the host does not wait")
         if not passes.graphs and not passes.failed and run.step <= 1:
             return hw.Evidence.unknown(f"{seen}; the first micro-batch of a run is eager")

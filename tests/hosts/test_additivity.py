@@ -181,7 +181,7 @@ def test_micro_batches_hold_every_row_once(lengths: list[int], more: list[int], 
 
 
 def test_4_bit_layers_stay_in_training_mode_while_losses_are_compared() -> None:
-    """On a CPU with AVX-512 for bf16, bitsandbytes packs their weights anew in evaluation mode, and training then uses them."""
+    """In evaluation mode, on a CPU with AVX-512 for bf16, bitsandbytes changes their weights, and training would use these."""
     from bitsandbytes.nn import Linear4bit
 
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), Linear4bit(4, 4)).eval()

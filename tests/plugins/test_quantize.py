@@ -87,10 +87,14 @@ def test_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     assert any("lora_B" in name and bool(p.any()) for name, p in opened.named_parameters())
 
 
+class Headless(nn.Sequential):
+    def get_output_embeddings(self) -> None:
+        """No layer, as in an encoder of transformers."""
+
+
 def test_weights_of_an_fp32_file_are_unpacked_in_the_dtype_of_the_products() -> None:
     """Unpacked in fp32 they would take twice the memory of the forecast, and a copy for each product."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False).requires_grad_(False))
-    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    model = Headless(nn.Linear(64, 64, bias=False).requires_grad_(False))
     weight, x = model[0].weight.detach().clone(), torch.randn(2, 64)
     options = Quantize.Options(dtype="bf16")
     packed = quantize(model, SimpleNamespace(device=torch.device("cpu")), options=options)
