@@ -32,6 +32,8 @@ NAMED_MODULES = {"all-linear": "all-linear", "default": None}
 """Value of `target_modules` that is not a list -> PEFT's value."""
 CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
 """PEFT's task types of classifiers: of texts, words and images."""
+LOFTQ = "loftq"
+"""The initialization that takes up the rounding of quantized weights. PEFT's own needs a GPU and ignores lora_alpha."""
 TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 """Parts of the names of the parameters that PEFT trains."""
 
@@ -78,7 +80,7 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
         lora_dropout=options.lora_dropout,
         use_dora=options.kind == "dora",
         use_rslora=options.use_rslora,
-        init_lora_weights=options.init_lora_weights,
+        init_lora_weights=options.init_lora_weights if options.init_lora_weights != LOFTQ else True,
         target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
         exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
         layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
@@ -92,6 +94,7 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
             wrapped = get_peft_model(model, config)
         except ValueError as error:  # PEFT found no module with these names
             raise PluginError(f"plugins.adapter: target_modules = {modules!r}: {error}") from error
+    config.init_lora_weights = options.init_lora_weights  # what quantizes the weights does LoftQ, and then sets it to true
     # the default "auto" queries the hub for the original vocabulary size
     wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
     return wrapped
@@ -169,8 +172,8 @@ class Adapter(hw.Plugin):
         use_rslora: bool = Field(
             default=False, description="Scale the adapter by lora_alpha / sqrt(r) instead (rank-stabilized)."
         )
-        init_lora_weights: Literal[True, "gaussian", "orthogonal", "olora", "pissa"] = Field(
-            default=True, description="PEFT's initialization; true: B = 0."
+        init_lora_weights: Literal[True, "gaussian", "orthogonal", "olora", "pissa", "loftq"] = Field(
+            default=True, description="PEFT's initialization; true: B = 0. loftq needs quantized weights."
         )
         modules_to_save: tuple[str, ...] = Field(default=(), description="Names of further modules to train in full.")
         layers_to_transform: Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
@@ -239,6 +242,8 @@ class Adapter(hw.Plugin):
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
             "tensors in the optimizer received gradients"
         )
+        if any(config.init_lora_weights == LOFTQ for config in run.inner_model.peft_config.values()):
+            return hw.Evidence.inactive(f"{seen}; LoftQ had no quantized weights: use it with [plugins.quantize]")
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
         expected = min(adapters, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors

@@ -5,7 +5,7 @@ host memory; each layer is quantized when it moves to the device. After training
 Memory of a quantized weight: 0.516 bytes in 4 bit (0.5625 without double quantization), 1 byte in 8 bit.
 
 Source: QLoRA, NF4 in blocks of 64 with double-quantized scales, Dettmers et al. 2023 (arXiv:2305.14314); LLM.int8(), Dettmers et
-al. 2022 (arXiv:2208.07339).
+al. 2022 (arXiv:2208.07339); LoftQ (`plugins.adapter.init_lora_weights`), Li et al. 2023 (arXiv:2310.08659).
 Hardware: CUDA, or a CPU (slow).
 Cost: every product dequantizes its weight; a step takes about 1.3 times as long.
 Numerical effect: changes the model. Weights are rounded to 16 (4 bit) or 255 (8 bit) values per block.
@@ -91,10 +91,36 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
     return packed.train(layer.training)
 
 
+def take_up_rounding(adapted: Any, weight: Any) -> None:
+    """LoftQ with one iteration: the adapter of a layer starts as the best approximation of `weight` less the quantized weight.
+
+    `adapted` is a LoRA layer of PEFT around the quantized layer; `weight` has shape (outputs, inputs), before quantization.
+    """
+    import torch
+    from peft.utils.integrations import dequantize_module_weight
+
+    rounded = dequantize_module_weight(adapted.get_base_layer()).detach().float()
+    lost = weight.to(rounded) - rounded
+    for name, first in adapted.lora_A.items():
+        rank = min(first.out_features, *lost.shape)
+        left, values, right = torch.svd_lowrank(lost, q=rank, niter=4)
+        scale = (values / adapted.scaling[name]).sqrt()
+        with torch.no_grad():
+            first.weight[:rank].copy_((right * scale).T)
+            adapted.lora_B[name].weight[:, :rank].copy_(left * scale)
+
+
 def quantize(model: Any, run: hw.RunView, *, options: Quantize.Options) -> Any:
     """`model` with its frozen linear layers quantized and all other weights in fp32, which [plugins.precision] may cast."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    loftq = [config for config in getattr(model, "peft_config", {}).values() if config.init_lora_weights == "loftq"]
     for parent, name, layer in frozen_linears(model):
         setattr(parent, name, quantize_linear(layer, options, run))
+        if loftq and hasattr(parent, "lora_A") and not isinstance(layer.weight.data, FakeTensor):
+            take_up_rounding(parent, layer.weight.data)
+    for config in loftq:
+        config.init_lora_weights = True  # done; a saved adapter is loaded without it
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plugin_cases import Cases, Mutation, Refused
+from peft.utils.integrations import dequantize_module_weight
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -25,6 +26,7 @@ Quantize = Registry().plugin("quantize")
 WIDER = {"hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16}
 TINY_GEMMA = TINY_LLAMA | WIDER | {"model_type": "gemma3_text", "intermediate_size": 128}
 TINY_GPT_OSS = TINY_LLAMA | WIDER | {"model_type": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 2}
+LAYER = "model.layers.0.self_attn.q_proj"
 MODELS = {"llama": TINY_LLAMA, "gemma3": TINY_GEMMA}
 
 
@@ -113,6 +115,45 @@ def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     dtypes = {p.dtype for p in recorder.run.inner_model.parameters()}
     assert dtypes == {torch.float32}, "restored and dequantized at the end"
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_loftq_starts_nearer_to_the_weights_before_quantization(bits: int, tmp_path: Path) -> None:
+    """With the whole rank nothing of the rounding is left, whatever `lora_alpha`; the saved adapter says nothing of LoftQ."""
+    width = TINY_LLAMA["hidden_size"]
+    start: dict[str, Any] = {}
+
+    def keep(model: Any, run: Any) -> Any:
+        start["before"] = model.get_submodule(LAYER).weight.detach().clone()
+        return model
+
+    def look(model: Any, run: Any) -> Any:
+        layer = model.get_submodule(f"base_model.model.{LAYER}")
+        start["rounded"] = dequantize_module_weight(layer.get_base_layer()).detach()
+        start["first"] = start["rounded"] + layer.get_delta_weight("default").detach()
+        return model
+
+    profile = tiny_profile(
+        adapter={"always": True, "r": width, "lora_alpha": 3 * width, "init_lora_weights": "loftq"},
+        quantize={"bits": bits, "dtype": "fp32"},
+        optimizer={},
+    )
+    plan = plan_for(profile, job_of(tmp_path, TINY_LLAMA))
+    plan.recipe.model_steps.insert(0, keep)
+    plan.recipe.model_steps.append(look)
+    recorder = train_tiny(plan, tmp_path)
+    assert {evidence.status for _, evidence in recorder.found} == {"active"}, recorder.found
+    assert recorder.run.inner_model.peft_config["default"].init_lora_weights is True
+    torch.testing.assert_close(start["first"], start["before"], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(start["rounded"], start["before"], atol=1e-4, rtol=1e-2)
+
+
+def test_loftq_without_quantized_weights_is_inactive(tmp_path: Path) -> None:
+    profile = tiny_profile(adapter={"always": True, "init_lora_weights": "loftq"}, optimizer={})
+    recorder = train_tiny(plan_for(profile, job_of(tmp_path, TINY_LLAMA)), tmp_path)
+    evidence = {entry.name: evidence for entry, evidence in recorder.found}["adapter"]
+    assert evidence.status == "inactive"
+    assert "[plugins.quantize]" in evidence.seen
 
 
 def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
