@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hwopt.configs.dialect import Dialect, Special
+from hwopt.configs.registered_data import add_registered
 from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
@@ -101,11 +102,11 @@ def bits(view: View, entry: Entry) -> None:
 
 
 def first_set(word: str) -> Special:
-    """Take the first of several data sets that commas separate."""
+    """Take the first of several data sets that commas separate; a name is looked up in dataset_info.json."""
 
     def take(view: View, entry: Entry) -> None:
         first, comma, others = str(entry.value).partition(",")
-        view.add(word, entry, first.strip())
+        add_registered(view, word, entry, first.strip())
         if comma:
             rest = replace(entry, path=(*entry.path, "others"), value=others.strip())
             view.leave(rest, "one data set is taken over")
@@ -152,7 +153,7 @@ LLAMA_FACTORY = Dialect(
         "overwrite_cache": "hwopt finds tokenized data by its content",
         "plot_loss": "the report of a run shows the loss",
         "template": "hwopt takes the tokenizer's chat template; data.chat_template names another one",
-        "dataset_dir": "hwopt takes a file or a hub name in data.train",
+        "dataset_dir": "data.train has the path of the data set that is registered there",
     },
     "a key of LLaMA-Factory without a counterpart",
     arguments=True,

@@ -43,6 +43,9 @@ REASONS = {
     "data_seed": "training.seed covers the order of the data",
     "save_only_model": "checkpoints are for resuming; final/ has the model alone",
     "ignore_data_skip": "a resumed run continues at its next batch without skipping",
+    "dataset_num_proc": "hwopt tokenizes once and keeps the result in its cache",
+    "packing_strategy": "hwopt's pack never cuts a sample",
+    "eval_packing": "hwopt packs training batches only",
     "use_cache": "a cache is for generation; hwopt's training has none",
 }
 """Word -> why it is left out on purpose."""
@@ -107,6 +110,12 @@ def fraction(view: View, word: str, value: Any) -> JobValue | Omitted:
     return ("data", word), value
 
 
+def evaluation_split(view: View, word: str, value: Any) -> JobValue | Omitted:
+    if view.value("eval_strategy", "no") == "no" or "validation_file" not in view:
+        return ignored("the file names no data for evaluation")
+    return ("data", "eval_split"), value
+
+
 def roles(view: View, word: str, value: Any) -> JobValue | Omitted:
     answers = set(value if isinstance(value, list) else [value]) <= {"assistant", "gpt", "model"}
     return ignored(ANSWERS) if answers else without(ANSWERS)
@@ -117,6 +126,7 @@ BY_FUNCTION: Mapping[str, Callable[[View, str, Any], JobValue | Omitted]] = {
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), warmup),
     **dict.fromkeys(("max_steps", "num_train_epochs"), length),
     "eval_fraction": fraction,
+    "dataset_test_split": evaluation_split,
     "roles_to_train": roles,
 }
 

@@ -94,6 +94,8 @@ def trainer_view(source: SourceFile, recognised_by: str) -> View:
     if source.entries and ("SFTConfig" in source.calls or SFT_WORDS & {entry.path[-1] for entry in source.entries}):
         first = source.entries[0]
         view.imply("task", "causal-lm", ConfigSetting(first.path, first.value, first.line, first.place))
+    if {"dataset_test_split", "train_file"} <= view.settings.keys() and view.value("eval_strategy", "no") != "no":
+        view.imply("validation_file", view.value("train_file"), view.settings["dataset_test_split"])  # as TRL's scripts do
     return view
 
 

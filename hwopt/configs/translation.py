@@ -55,6 +55,8 @@ NOTES = {
 """(word, value) -> what changes although the value is taken over."""
 NEEDED = {"model": {"name": "m"}, "data": {"train": "t"}}
 """Table of a job -> the keys that it needs besides the one to check."""
+PAIRS = {"prompt": {"completion": "c"}, "completion": {"prompt": "p"}}
+"""Key of a job -> the key that comes with it."""
 
 
 def translate(view: View, registry: Registry) -> Translation:
@@ -75,7 +77,7 @@ def translate(view: View, registry: Registry) -> Translation:
                 result = without(INSTEAD.get(setting.word, "hwopt has no such setting"))
             elif not isinstance(result, Omitted):
                 (table, name), value = result
-                needed = NEEDED.get(table, {}) | (schedule if name in schedule else {})
+                needed = NEEDED.get(table, {}) | PAIRS.get(name, {}) | (schedule if name in schedule else {})
                 if why := problem(Job.model_fields[table].annotation, (table,), {**needed, name: value}):
                     result = without(why)
         except (HwoptError, TypeError, ValueError) as error:  # such as a list where a text belongs

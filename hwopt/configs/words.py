@@ -49,6 +49,7 @@ OTHER_ARGUMENTS = names(
     validation_file test_file text_column label_column metric_for_best_model hub_model_id torch_compile_mode
     torch_compile_backend report_to deepspeed fsdp bnb_4bit_compute_dtype lora_target_modules zero_offload task
     modules_to_save layers_to_transform init_lora_weights roles_to_train
+    dataset_train_split dataset_test_split eos_token chat_template_path dataset_num_proc packing_strategy eval_packing
     resume_from_checkpoint train_sampling_strategy adapter messages_column prompt_column completion_column
     distributed_type lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache

@@ -15,7 +15,7 @@ from trl.data_utils import pack_dataset
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.toml_text import inline
 from hwopt.configs.imported_files import Imported, import_file, profile_name, write_imported
-from hwopt.configs.recognise import view_of
+from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.source_file import from_yaml
 from hwopt.configs.translation import Translation, translate
 from hwopt.errors import InputError
@@ -64,6 +64,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data.max_length": 512,
         "task.kind": "causal-lm",
     },
+    "dataset_name: a/b\ndataset_train_split: x\ndataset_test_split: y\neval_strategy: epoch\neos_token: <e>": {
+        "data.train": "a/b",
+        "data.split": "x",
+        "data.eval_split": "y",
+        "data.eval": "a/b",
+        "data.eos_token": "<e>",
+    },
+    "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b"},
     "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
@@ -152,6 +160,39 @@ def test_packed_rows_are_trained_in_as_many_steps_as_before(name: str, tmp_path:
     packed = pack_dataset(Dataset.from_dict({"input_ids": [[0] * length for length in lengths]}), 256)
     assert len(lengths) / plan.batch.step == pytest.approx(len(packed) / (2 * 4), rel=0.03)
     assert plan.batch.train == 2
+
+
+REGISTERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alpaca": ({"file_name": "a.json", "num_samples": 7}, {"train": "DATA/a.json", "max_rows": 7}),
+    "hub": ({"hf_hub_url": "a/b", "subset": "en", "split": "x"}, {"train": "a/b:en", "split": "x"}),
+    "sharegpt": (
+        {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+        {"train": "DATA/a.json", "messages": "turns"},
+    ),
+    "pair": (
+        {"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
+        {"train": "DATA/a.json", "prompt": "q", "completion": "a"},
+    ),
+    "preferences": ({"file_name": "a.json", "ranking": True}, {}),
+    "unknown": ({}, {"train": "name"}),
+}
+
+
+@pytest.mark.parametrize("case", REGISTERED)
+def test_name_of_llama_factory_is_looked_up_in_its_list(case: str, tmp_path: Path) -> None:
+    known, expected = REGISTERED[case]
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets/dataset_info.json").write_text(json.dumps({"name": known} if known else {}))
+    path = tmp_path / "f.yaml"
+    path.write_text("stage: sft\ncutoff_len: 64\ndataset: name\ndataset_dir: sets\n")
+    found = translate(view_of(read_source(path), INPUTS), INPUTS.registry)
+    data = {each.key[1]: each.value for each in found.taken if each.key[0] == "data"}
+    folder = str(tmp_path / "sets")
+    assert {key: str(value).replace(folder, "DATA") for key, value in data.items()} == {
+        key: str(value) for key, value in {**expected, "max_length": 64}.items()
+    }
+    if case == "preferences":
+        assert "hwopt.optimized" in next(each.reason for each in found.left if each.key.startswith("dataset"))
 
 
 @pytest.mark.parametrize("word", plugin_aliases())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_cases import Cases, Mutation, Refused
 from peft.utils.integrations import dequantize_module_weight
+from plugin_cases import Cases, Mutation, Refused
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn

@@ -109,7 +109,7 @@ def _read(
     from hwopt.data.sources.tables import find_column
 
     values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    extras = [name for name in ("input", "tools", "system", "chat_template_kwargs") if name in rows.table.column_names]
+    extras = [name for name in ("input", "history", "tools", "system", "chat_template_kwargs") if name in rows.table.column_names]
     values |= {name: values_of(rows.table[name], name, rows) for name in extras}
     found: list[Conversation | None] = []
     for row in range(rows.table.num_rows):
@@ -238,12 +238,27 @@ def without_nulls(value: Any) -> Any:
 
 
 def alpaca_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> list[Message]:
-    """The messages of an Alpaca row: instruction, and input if there is one, as the user's turn."""
+    """The messages of an Alpaca row, as LLaMA-Factory reads it: the turns of `history`, then the instruction with its input.
+
+    Raises BadConversation.
+    """
     instruction, output = (cells[name] for name in columns)
     for name, text in zip(columns, (instruction, output), strict=True):
         if not isinstance(text, str) or not text.strip():
             raise BadConversation(f"{name!r} has no text")
     more = cells.get("input")
-    content = f"{instruction}\n\n{more}" if isinstance(more, str) and more.strip() else instruction
-    system = [{"role": "system", "content": str(cells["system"])}] if cells.get("system") else []
-    return [*system, {"role": "user", "content": content}, {"role": "assistant", "content": output}]
+    asked = f"{instruction}\n{more}" if isinstance(more, str) and more.strip() else instruction
+    messages = [{"role": "system", "content": str(cells["system"])}] if cells.get("system") else []
+    for question, answer in (*earlier_turns(cells.get("history")), (asked, output)):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def earlier_turns(history: Any) -> list[tuple[str, str]]:
+    """The (question, answer) pairs in an Alpaca row's `history`. Raises BadConversation."""
+    turns = parsed(history, "'history'") if isinstance(history, str) and history.strip() else history or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns
+    ):
+        raise BadConversation(f"'history' is not a list of [question, answer]: {truncate(history)}")
+    return [(question, answer) for question, answer in turns]

@@ -115,10 +115,24 @@ def test_switches_of_the_template_come_from_the_data(switches: Any, tokenizer: A
 def test_alpaca_input_is_part_of_the_question() -> None:
     cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
     assert conversation_of(cells, ("instruction", "output")).messages == [
-        {"role": "user", "content": "Add.\n\n2 and 2"},
+        {"role": "user", "content": "Add.\n2 and 2"},
         {"role": "assistant", "content": "4"},
     ]
     assert conversation_of({**cells, "input": ""}, ("instruction", "output")).messages[0]["content"] == "Add."
+
+
+@pytest.mark.parametrize("history", [[["hi", "hello"]], '[["hi", "hello"]]'])
+def test_alpaca_history_comes_before_the_question(history: Any) -> None:
+    cells = {"instruction": "Add.", "output": "4", "history": history, "system": "s"}
+    messages = conversation_of(cells, ("instruction", "output")).messages
+    assert [message["content"] for message in messages] == ["s", "hi", "hello", "Add.", "4"]
+    assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 2]
+
+
+@pytest.mark.parametrize("history", [["hi"], [["hi"]], [["hi", None]], 3, "no"])
+def test_alpaca_history_of_another_form_is_refused(history: Any) -> None:
+    with pytest.raises(BadConversation, match="history"):
+        conversation_of({"instruction": "Add.", "output": "4", "history": history}, ("instruction", "output"))
 
 
 @pytest.mark.parametrize(
