@@ -123,7 +123,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     from hwopt import api
     from hwopt.memory.forecast.measured import measure_peak
     from hwopt.memory.forecast.planner import bucket_bytes, traced_step
-    from hwopt.memory.trace.dry_run import Shape
+    from hwopt.memory.trace.dry_run import Head, Shape
 
     rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
@@ -134,14 +134,14 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
     began = time.perf_counter()
-    (trace, step), beside = traced_step(plan, Shape(rows, width), 2, None), bucket_bytes(plan)
+    (trace, step), beside = traced_step(plan, Shape(rows, width), Head(2), None), bucket_bytes(plan)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
     for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
         # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the
         # end, so the smaller of two measurements is the better one
-        found[f"measured_{what}"] = min(measure_peak(plan, Shape(rows, width), 2, what) for _ in range(2))
+        found[f"measured_{what}"] = min(measure_peak(plan, Shape(rows, width), Head(2), what) for _ in range(2))
     return found
 
 

@@ -209,7 +209,7 @@ def compare(folder: Path, cache: Path) -> Row:
     plan = plan_case(folder, cache)
     lengths = lengths_of(plan, cache)
     memory = plan_memory(plan, cache, lengths)
-    step = trace_plan(plan, memory.width, lengths.labels, cache / "memory").train.at(memory.rows, memory.width)
+    step = trace_plan(plan, memory.width, lengths.head, cache / "memory").train.at(memory.rows, memory.width)
     converted = vocabulary_bytes(plan) if any(entry.name == "quantize" for entry in plan.applied()) else 0
     peak, reserved = (
         play(step, converted) if not published.get("first_step") else play(with_state_created(step), converted, steps=1)

@@ -56,7 +56,7 @@ def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list
     if not tokens:
         return None
     layers = {id(layer): layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None}
-    tied = len({layer.weight.data_ptr() for layer in layers.values()}) < len(layers)
+    tied = len({id(layer.weight) for layer in layers.values()}) < len(layers)  # fake tensors have no addresses
     names = {name: layer for layer in layers.values() for name, module in model.named_modules() if module is layer}
     full = {name for name in names if name.split(".")[-1] in in_full or name in in_full}
     if tied and full and full != names.keys():

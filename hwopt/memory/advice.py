@@ -150,7 +150,7 @@ class Advisor:
             return
         target = target if 0 < target < memory.width else max(1, memory.width // 2)
         target = target // 8 * 8 or target
-        trace, _ = traced_step(plan, Shape(memory.rows, memory.width), self.lengths.labels, self.cache)
+        trace, _ = traced_step(plan, Shape(memory.rows, memory.width), self.lengths.head, self.cache)
         width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
         shape = Shape(memory.rows, width)
         changed = traced_memory(plan, shape, self.lengths, trace, trace.train.at(memory.rows, width))

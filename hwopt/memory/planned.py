@@ -177,7 +177,7 @@ def with_memory(
     memory = planner.plan_memory(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
-            memory = with_measurement(plan, memory, lengths.labels)
+            memory = with_measurement(plan, memory, lengths.head)
     plan = replace(plan, memory=memory, refused=lengths.refused)
     listener.on_memory(plan)
     listener.on_trial("finding the largest sizes that fit")

@@ -19,7 +19,7 @@ from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.playback import played_run
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.plugin import RunView
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny
@@ -72,13 +72,13 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
 ) -> None:
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
     plan = plan_for(tiny_profile(**tables), job)
-    trace, rows = trace_plan(plan, width, 2), max(1, 8192 // width)
+    trace, rows = trace_plan(plan, width, Head(2)), max(1, 8192 // width)
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
         step = scaled.at(rows, width)
         predicted = played_run(step, step)
         available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
         try:
-            real = measure(plan, Shape(rows, width), 2, what)
+            real = measure(plan, Shape(rows, width), Head(2), what)
         except torch.OutOfMemoryError:  # score matrices of 2,048 tokens on a card of 8 GiB
             assert predicted.reserved > available
             continue

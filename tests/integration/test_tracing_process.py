@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hwopt.memory.trace import tracing_process
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
@@ -67,7 +67,7 @@ def plan_of(folder: Path, registry: Registry | None = None, **plugins: Any) -> P
 
 def trace(plan: Plan) -> int:
     """Return the bytes at the peak of a training step."""
-    return traced(Request(plan, 2, (("base", Shape(2, 16)),)))["train.base"].peak().bytes
+    return traced(Request(plan, Head(2), (("base", Shape(2, 16)),)))["train.base"].peak().bytes
 
 
 def server() -> psutil.Process:

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
+from hwopt.memory.trace.dry_run import Head
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe, verify
@@ -156,7 +157,7 @@ def test_forecast_of_offload_counts_device_and_host(tmp_path):
     def trace(**options):
         tables = {"checkpointing": options, "precision": {"dtype": "bf16", "level": "pure"}, "sdpa": {}, "batch": {"train": rows}}
         return trace_plan(
-            plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm", config=config), hardware=card), width, 2
+            plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm", config=config), hardware=card), width, Head(2)
         )
 
     plain, offloaded = trace().train.at(rows, width), trace(offload=True).train.at(rows, width)

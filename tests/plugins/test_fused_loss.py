@@ -19,7 +19,7 @@ from hwopt.config.toml import Document
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.measured import measure_peak
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
@@ -335,13 +335,13 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
     job, peaks = tiny_job(tmp_path / "data", "causal-lm", config=config), []
     for chosen in ({"fused_loss": {}}, {}):
         plan = plan_for(tiny_profile(**tables, **chosen), job)
-        trace = trace_plan(plan, 64, 2)
+        trace = trace_plan(plan, 64, Head(2))
         for what, scaled in (("train", trace.train), ("eval", trace.eval)):
             predicted = scaled.at(16, 64).peak().bytes
             # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
             with torch.backends.mkldnn.flags(enabled=False):
                 # the profiler sometimes misses a release, so the smaller of two measurements counts
-                real = min(measure_peak(plan, Shape(16, 64), 2, what) for _ in range(2))
+                real = min(measure_peak(plan, Shape(16, 64), Head(2), what) for _ in range(2))
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)
     with_it, without = peaks[:2], peaks[2:]

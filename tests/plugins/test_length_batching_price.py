@@ -17,6 +17,7 @@ from hwopt.config.task_kinds import task_facts
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Groups
 from hwopt.hardware.device import described
+from hwopt.memory.trace.dry_run import Head
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
@@ -130,7 +131,7 @@ def test_price_agrees_with_the_operations_of_a_traced_step(tmp_path: Path) -> No
     hardware = context_of(card, BERT_BASE).hardware
     tables = {"precision": {"dtype": "bf16"}, "sdpa": {}, "batch": {"train": 16, "gradient_accumulation_steps": 2}}
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, config=FIVE_MILLION), hardware=hardware)
-    trace = trace_plan(plan, 64, 2).train
+    trace = trace_plan(plan, 64, Head(2)).train
     peak, bandwidth = 71e12, 936e9
 
     def traced(rows: int) -> tuple[float, int]:

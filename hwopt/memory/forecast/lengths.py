@@ -13,6 +13,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import on_disk
 from hwopt.errors import DataError, HwoptError
+from hwopt.memory.trace.dry_run import Head
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
@@ -26,7 +27,7 @@ DEFAULT_LABELS = 2
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts of the samples, and the number of labels."""
+    """Token counts of the samples, and what else the data decide."""
 
     train: NDArray[np.int32] | None
     """Tokens of each training sample; None if the data was not read."""
@@ -39,6 +40,12 @@ class Lengths:
     """Why a run would refuse the data that are on this machine; empty if it would not, or if they are not here."""
     eval_rows: int | None = None
     """Rows of the largest part that is evaluated, 0 without one; None if the data was not read."""
+    new_tokens: int = 0
+    """Tokens that the chat template adds to the vocabulary."""
+
+    @property
+    def head(self) -> Head:
+        return Head(self.labels, self.new_tokens)
 
     def eval_batch(self, plan: Plan) -> int:
         """The rows of the largest evaluation batch on one rank."""
@@ -64,7 +71,7 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     labels = len(prepared.label_names or ()) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
-    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated)
+    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated, new_tokens=len(prepared.chat_tokens.new))
 
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:

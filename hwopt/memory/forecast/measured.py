@@ -17,6 +17,7 @@ import torch
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB
 from hwopt.memory.trace.dry_run import (
+    Head,
     Shape,
     accumulates_gradients,
     dry_run_of,
@@ -41,12 +42,12 @@ class Measured:
     """On a CPU, the peak."""
 
 
-def measure_peak(plan: Plan, shape: Shape, labels: int, what: str = "train") -> int:
+def measure_peak(plan: Plan, shape: Shape, head: Head, what: str = "train") -> int:
     """Return the peak of `measure`."""
-    return measure(plan, shape, labels, what).peak
+    return measure(plan, shape, head, what).peak
 
 
-def measure(plan: Plan, shape: Shape, labels: int, what: str = "train") -> Measured:
+def measure(plan: Plan, shape: Shape, head: Head, what: str = "train") -> Measured:
     """Return the memory of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
 
     Raises torch.OutOfMemoryError if the device has less memory.
@@ -56,7 +57,7 @@ def measure(plan: Plan, shape: Shape, labels: int, what: str = "train") -> Measu
 
     def run_step(start_measuring: Callable[[], None]) -> None:
         recipe = write_recipe(plan.entries, plan.context)
-        with dry_run_of(plan, recipe, labels, device, real=True) as run:
+        with dry_run_of(plan, recipe, head, device, real=True) as run:
             own_engine = recipe.engine is not None  # it creates earlier gradients, and perhaps its state, in a real step
             if not own_engine:
                 make_optimizer_state(run)
@@ -87,15 +88,15 @@ def multiply_once(device: torch.device) -> None:
     (matrix @ matrix).sum().backward()
 
 
-def with_measurement(plan: Plan, memory: MemoryPlan, labels: int) -> MemoryPlan:
+def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
     """Return `memory` with measured peaks instead of predicted ones; the difference counts as temporary.
 
     Raises InputError for a device that this machine does not have, torch.OutOfMemoryError if the device has less memory.
     """
     if plan.hardware.source == "described":
         raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
-    training = measure(plan, Shape(memory.rows, memory.width), labels)
-    evaluation = measure(plan, Shape(plan.batch.eval, memory.width), labels, "eval")
+    training = measure(plan, Shape(memory.rows, memory.width), head)
+    evaluation = measure(plan, Shape(plan.batch.eval, memory.width), head, "eval")
     peak = training.peak / GIB
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(

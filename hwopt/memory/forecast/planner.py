@@ -16,7 +16,7 @@ from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
 from hwopt.planning.decisions import PluginDecision
@@ -75,7 +75,7 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
         )
     shape = Shape(*largest_micro_batch(plan, lengths.longest))
     try:
-        return traced_memory(plan, shape, lengths, *traced_step(plan, shape, lengths.labels, cache))
+        return traced_memory(plan, shape, lengths, *traced_step(plan, shape, lengths.head, cache))
     except NotTraceable as error:
         return closed_form_memory(plan, shape, lengths, f"the recipe could not be traced: {error}")
 
@@ -87,7 +87,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     """
     lengths = lengths or lengths_of(plan, cache)
     try:
-        trace, step = traced_step(plan, Shape(memory.rows, memory.width), lengths.labels, cache)
+        trace, step = traced_step(plan, Shape(memory.rows, memory.width), lengths.head, cache)
     except NotTraceable:
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
@@ -117,7 +117,7 @@ def run_at(
     return step, trace.eval.at(eval_rows, width), pooled
 
 
-def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tuple[Trace, Timeline]:
+def traced_step(plan: Plan, shape: Shape, head: Head, cache: Path | None) -> tuple[Trace, Timeline]:
     """Return the part of the plan's trace that is on one device, and the training step of `shape`. Raises NotTraceable.
 
     Traces that very shape if a plugin's collate may depend on the number of rows.
@@ -125,12 +125,12 @@ def traced_step(plan: Plan, shape: Shape, labels: int, cache: Path | None) -> tu
     folder = cache and cache / "memory"
     fractions = dict(plan.memory_spec.held)
     update_fraction = fractions.pop("update", None)
-    found = trace_plan(plan, shape.width, labels, folder)
+    found = trace_plan(plan, shape.width, head, folder)
     train = found.train.with_fractions(fractions, update_fraction)
     trace = replace(found, train=train, eval=found.eval.with_fractions(fractions))
     if plan.recipe.collate is None:
         return trace, train.at(shape.rows, shape.width)
-    return trace, trace_exact_shape(plan, shape, labels, folder).with_fractions(fractions, update_fraction)
+    return trace, trace_exact_shape(plan, shape, head, folder).with_fractions(fractions, update_fraction)
 
 
 def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:

@@ -135,7 +135,7 @@ def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
     """Return the trace that the planner made, or None."""
     if not memory.lower_bound:
         with suppress(NotTraceable):
-            return trace_plan(plan, memory.width, lengths_of(plan, cache).labels, cache / "memory")
+            return trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
     return None
 
 

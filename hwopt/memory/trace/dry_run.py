@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
-from hwopt.tasks.model_builder import in_float32
+from hwopt.tasks.model_builder import embed_new_tokens, in_float32
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.training.accumulation import forward_and_backward
@@ -47,6 +47,15 @@ class Shape:
 
     rows: int
     width: int
+
+
+class Head(NamedTuple):
+    """What a job's data decide about the size of its model."""
+
+    labels: int
+    """Outputs of a classifier."""
+    new_tokens: int = 0
+    """Tokens that the chat template adds to the vocabulary (`hwopt.tasks.prepared.ChatTokens`)."""
 
 
 class FakeAccelerator:
@@ -85,7 +94,7 @@ def constant_schedule(step: int, total: int) -> float:
 
 
 @contextmanager
-def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *, real: bool = False) -> Iterator[Run]:
+def dry_run_of(plan: Plan, recipe: Recipe, head: Head, device: torch.device, *, real: bool = False) -> Iterator[Run]:
     """Yield a run of `recipe` without data and weights, built up to its engine. Compiles nothing and collects no evidence.
 
     With `real`, an engine of the recipe gets a real Accelerator.
@@ -100,7 +109,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
             accelerator = make_accelerator(replace(plan, recipe=recipe))
             stack.callback(reset_accelerate, accelerator)
         tokenizer = SimpleNamespace(pad_token_id=0)
-        names = tuple(str(number) for number in range(labels))
+        names = tuple(str(number) for number in range(head.labels))
         rows = cast(Any, range(plan.batch.step))
         run = Run(
             plan=replace(plan, recipe=recipe),
@@ -112,7 +121,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
             accelerator=accelerator,
             prepared=Prepared(rows, None, tokenizer, names),
         )
-        adopt_model(run, dummy_model(run))
+        adopt_model(run, dummy_model(run, head.new_tokens))
         build_optimizer(run)
         run.scaler = None  # its memory is one number, and its overflow check reads the device
         run.engine = (recipe.engine or Engine)(run)
@@ -122,8 +131,8 @@ def dry_run_of(plan: Plan, recipe: Recipe, labels: int, device: torch.device, *,
         yield run
 
 
-def dummy_model(run: Run) -> Any:
-    """Return the plan's model with constant weights."""
+def dummy_model(run: Run, new_tokens: int) -> Any:
+    """Return the plan's model with constant weights, and with embeddings for `new_tokens` more."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -141,6 +150,9 @@ def dummy_model(run: Run) -> Any:
         options = in_float32(dict(run.recipe.model_kwargs))
         model = auto.from_config(config, trust_remote_code=is_trusted(job.model.name), **options)
     model.tie_weights()  # `no_init_weights` skips it
+    if new_tokens:
+        first = text.vocab_size
+        embed_new_tokens(model, range(first, first + new_tokens))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)  # uninitialized memory may not be finite, and the update would be skipped

@@ -19,6 +19,7 @@ import torch
 from hwopt.memory.trace import cuda_emulation as card
 from hwopt.memory.trace.column_sums import threads_per_multiprocessor
 from hwopt.memory.trace.dry_run import (
+    Head,
     Shape,
     accumulates_gradients,
     dry_run_of,
@@ -52,7 +53,7 @@ class StepFunctions:
 
 
 @contextlib.contextmanager
-def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iterator[StepFunctions]:
+def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Iterator[StepFunctions]:
     """Yield the functions for `plan`. With `whole` every layer is run. Changes torch for the whole process meanwhile."""
     processors = plan.hardware.multiprocessors, threads_per_multiprocessor(plan.hardware)
     tracker = MemoryTracker(card.workspaces(plan.hardware), card.allocation_granularity(plan.hardware), processors)
@@ -60,7 +61,7 @@ def fake_step_functions(plan: Plan, labels: int, *, whole: bool = False) -> Iter
         card.emulated(plan.hardware),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         tracker,
-        dry_run_of(plan, fake_recipe(plan), labels, torch.device("cpu")) as run,
+        dry_run_of(plan, fake_recipe(plan), head, torch.device("cpu")) as run,
     ):
         workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.kept_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")

@@ -18,13 +18,13 @@ import numpy as np
 
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.memory.trace.dry_run import Shape, accumulates_gradients
+from hwopt.memory.trace.dry_run import Head, Shape, accumulates_gradients
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 12
+FORMAT = 13
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""
@@ -39,16 +39,16 @@ class Trace:
     fixed_width: bool
 
 
-def trace_plan(plan: Plan, width: int, labels: int, cache: Path | None = None) -> Trace:
+def trace_plan(plan: Plan, width: int, head: Head, cache: Path | None = None) -> Trace:
     """Return the trace of `plan` for rows of about `width` tokens, from `cache` if it is there. Raises NotTraceable."""
-    path = None if cache is None else cache / f"{trace_key(plan, width, labels)}.npz"
-    return fit_trace(cached_timelines(path, lambda: trace_two_shapes(plan, width, labels)), width)
+    path = None if cache is None else cache / f"{trace_key(plan, width, head)}.npz"
+    return fit_trace(cached_timelines(path, lambda: trace_two_shapes(plan, width, head)), width)
 
 
-def trace_exact_shape(plan: Plan, shape: Shape, labels: int, cache: Path | None = None) -> Timeline:
+def trace_exact_shape(plan: Plan, shape: Shape, head: Head, cache: Path | None = None) -> Timeline:
     """Return a training step of exactly `shape`, for a collate that lays out few rows differently. Raises NotTraceable."""
-    path = None if cache is None else cache / f"{trace_key(plan, shape.width, labels, shape.rows)}-exact.npz"
-    return cached_timelines(path, lambda: traced(Request(plan, labels, (("exact", shape),))))["train.exact"]
+    path = None if cache is None else cache / f"{trace_key(plan, shape.width, head, shape.rows)}-exact.npz"
+    return cached_timelines(path, lambda: traced(Request(plan, head, (("exact", shape),))))["train.exact"]
 
 
 def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
@@ -66,7 +66,7 @@ def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]])
     return found
 
 
-def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
+def trace_key(plan: Plan, width: int, head: Head, rows: int = ROWS) -> str:
     """Return the cache key: a hash of everything that a trace depends on."""
     model, training = plan.job.model, plan.training
     config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
@@ -76,7 +76,7 @@ def trace_key(plan: Plan, width: int, labels: int, rows: int = ROWS) -> str:
         if not only_sizes(plan, entry.author) and not only_loads(plan, entry.author)
     ]
     data = plan.job.data
-    task = [plan.job.task.kind, len(data.text), data.max_target_length, labels, plan.router_loss > 0]
+    task = [plan.job.task.kind, len(data.text), data.max_target_length, head, plan.router_loss > 0]
     task += [model.freeze, model.train_only] if model.chooses_weights else []
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
@@ -140,13 +140,13 @@ def load(path: Path) -> dict[str, Timeline]:
     }
 
 
-def trace_two_shapes(plan: Plan, width: int, labels: int) -> dict[str, Timeline]:
+def trace_two_shapes(plan: Plan, width: int, head: Head) -> dict[str, Timeline]:
     """Trace training and evaluation at two shapes, and at a third if the two ran other operations.
 
     Returns the timelines by "train.base", "eval.other" and so on.
     """
     shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
-    return traced(Request(plan, labels, shapes, otherwise=("taller", Shape(7 * ROWS, width))))
+    return traced(Request(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width))))
 
 
 __all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_exact_shape", "trace_key", "trace_plan"]

@@ -20,7 +20,7 @@ from hwopt.model.remote_code import trust_only, trusted_models
 from hwopt.system.fork_server import ForkServer, ServerEnded
 
 if TYPE_CHECKING:
-    from hwopt.memory.trace.dry_run import Shape
+    from hwopt.memory.trace.dry_run import Head, Shape
     from hwopt.memory.trace.timeline import Timeline
     from hwopt.planning.plan import Plan
 
@@ -43,7 +43,7 @@ class Request:
     """A plan to trace at some shapes."""
 
     plan: Plan
-    labels: int
+    head: Head
     shapes: tuple[tuple[str, Shape], ...]
     """Names and shapes."""
     otherwise: tuple[str, Shape] | None = None

@@ -89,7 +89,7 @@ def trace(request: Request) -> dict[str, Timeline]:
     """Return the timelines of all shapes. Skips equal layers; if that fails, every layer is run."""
     from hwopt.memory.trace.traced_step import fake_step_functions
 
-    with fake_step_functions(request.plan, request.labels, whole=request.layers == "all") as steps:
+    with fake_step_functions(request.plan, request.head, whole=request.layers == "all") as steps:
         if request.layers == "few" and not steps.layers.installed:
             raise StepFailed("NotRepeated", "no layers are equal")
         try:

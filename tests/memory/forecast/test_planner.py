@@ -27,7 +27,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.measured import measure_peak
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan
@@ -75,25 +75,35 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
 def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     config, plugins = case
     plan = planned(tmp_path, config, plugins)
-    trace, rows = trace_plan(plan, 64, 2), 4 if config is GEMMA else 64  # its logits are large
+    trace, rows = trace_plan(plan, 64, Head(2)), 4 if config is GEMMA else 64  # its logits are large
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        predicted, real = scaled.at(rows, 64).peak().bytes, measure_peak(plan, Shape(rows, 64), 2, what)
+        predicted, real = scaled.at(rows, 64).peak().bytes, measure_peak(plan, Shape(rows, 64), Head(2), what)
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies_of_weights_with_new_tokens_are_predicted(tmp_path: Path) -> None:
+    """PEFT copies a whole embedding to train the rows of new tokens, and the gradient of the copy is as large."""
+    plugins = {"adapter": LORA, "fused_loss": {"backend": "torch"}}
+    plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, plugins)
+    plain, added = (trace_plan(plan, 16, head).train.at(2, 16).peak().bytes for head in (Head(2), Head(2, new_tokens=3)))
+    assert added - plain > 20_000 * 32 * 2
+    assert added == pytest.approx(measure_peak(plan, Shape(2, 16), Head(2, new_tokens=3)), rel=0.03)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
     """The update is the peak here. The random weights must be finite, or the update would be skipped."""
     plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
-    trace = trace_plan(plan, 16, 2)
+    trace = trace_plan(plan, 16, Head(2))
     predicted = trace.train.at(1, 16).peak()
     assert predicted.parts["temporary"] > 2 * 20_000 * 32 * 4
-    assert predicted.bytes == pytest.approx(measure_peak(plan, Shape(1, 16), 2), rel=0.01)
+    assert predicted.bytes == pytest.approx(measure_peak(plan, Shape(1, 16), Head(2)), rel=0.01)
 
 
 @contextmanager
 def steps(plan: Plan) -> Iterator[Any]:
-    with fake_step_functions(plan, 2, whole=True) as functions:
+    with fake_step_functions(plan, Head(2), whole=True) as functions:
         functions.train(Shape(2, 16))  # creates what later steps reuse
         yield functions.train
 
@@ -102,7 +112,7 @@ def steps(plan: Plan) -> Iterator[Any]:
 def test_any_shape_follows_from_two_traces(tmp_path: Path) -> None:
     card = described("a card", (8, 6), 8.0)
     plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=card)
-    trace = trace_plan(plan, 64, 2)
+    trace = trace_plan(plan, 64, Head(2))
     with steps(plan) as train:
 
         @given(st.integers(1, 64), st.integers(1, 8))
@@ -136,8 +146,8 @@ class Hoard(Plugin):
 def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Hoard)
-    plain = trace_plan(planned(tmp_path, BERT, {}), 32, 2).train.base.peak()
-    more = trace_plan(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, 2).train.base.peak()
+    plain = trace_plan(planned(tmp_path, BERT, {}), 32, Head(2)).train.base.peak()
+    more = trace_plan(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, Head(2)).train.base.peak()
     assert more.bytes - plain.bytes == pytest.approx(plain.parts["weights"], rel=0.02)
 
 
@@ -205,7 +215,10 @@ def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
         dtype = "bf16" if capability >= (8, 0) else "fp16"
         plugins = {"precision": {"dtype": dtype}, "sdpa": {"prefer": prefer}}
         return (
-            trace_plan(planned(tmp_path, TINY_LLAMA, plugins, hardware=card), 64, 2).train.at(8, 4096).peak().parts["activations"]
+            trace_plan(planned(tmp_path, TINY_LLAMA, plugins, hardware=card), 64, Head(2))
+            .train.at(8, 4096)
+            .peak()
+            .parts["activations"]
         )
 
     scores = 8 * 2 * 4096 * 4096 * 2 * 2  # rows x heads x length x length x layers, in half precision

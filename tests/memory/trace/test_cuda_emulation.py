@@ -14,7 +14,7 @@ from torch.nn import functional
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory.trace import cuda_emulation as card
 from hwopt.memory.trace.column_sums import ColumnSum, threads_per_multiprocessor, workspace_bytes
-from hwopt.memory.trace.dry_run import Shape, dry_run_of, fake_recipe
+from hwopt.memory.trace.dry_run import Head, Shape, dry_run_of, fake_recipe
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
@@ -110,7 +110,7 @@ def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> N
     plan = plan_for(tiny_profile(), tiny_job(tmp_path, config=TINY_BERT | {"intermediate_size": 512}), hardware=hardware)
 
     def traced(rows: int) -> Timeline:
-        with fake_step_functions(plan, 2, whole=True) as functions:
+        with fake_step_functions(plan, Head(2), whole=True) as functions:
             return functions.train(Shape(rows, 64))
 
     small, other, large = (traced(rows) for rows in (8, 56, 1024))
@@ -143,7 +143,7 @@ def test_every_thread_has_a_cublas_workspace(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(card, "TORCH", (2, 14))
     for hardware, each in ((T4, 8519680), (H100, 32 << 20)):
         plan = plan_for(tiny_profile(), tiny_job(tmp_path), hardware=hardware)
-        with fake_step_functions(plan, 2, whole=True) as functions:
+        with fake_step_functions(plan, Head(2), whole=True) as functions:
             for step in (functions.train, functions.evaluate):
                 assert sorted(step(Shape(2, 16)).sizes)[-2:] == [each, each]
 
@@ -153,7 +153,7 @@ def test_every_thread_has_a_cublas_workspace(tmp_path: Path, monkeypatch: pytest
 def test_traced_model_has_the_parameters_of_the_model_facts(tied: bool, tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "causal-lm", config=TINY_LLAMA | {"tie_word_embeddings": tied})
     plan = plan_for(tiny_profile(), job)
-    with dry_run_of(plan, fake_recipe(plan), 2, torch.device("cpu")) as run:
+    with dry_run_of(plan, fake_recipe(plan), Head(2), torch.device("cpu")) as run:
         assert sum(parameter.numel() for parameter in run.inner_model.parameters()) == plan.model.parameters
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.hardware.device import described
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.layer_kinds import contexts, layer_kinds, layers_to_run
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
@@ -112,9 +112,9 @@ def in_order(timeline: Timeline) -> list[list[int]]:
 
 def check_equal_to_whole(plan: Plan) -> None:
     shapes = (("base", Shape(4, 32)),)
-    traced(Request(plan, 2, shapes))  # tensors that a library makes when it is imported are part of the first trace only
-    whole = traced(Request(plan, 2, shapes, layers="all"))
-    extended = traced(Request(plan, 2, shapes, layers="few"))
+    traced(Request(plan, Head(2), shapes))  # tensors that a library makes when it is imported are part of the first trace only
+    whole = traced(Request(plan, Head(2), shapes, layers="all"))
+    extended = traced(Request(plan, Head(2), shapes, layers="few"))
     assert whole.keys() == extended.keys() == {"train.base", "eval.base"}
     for name, expected in whole.items():
         found = extended[name]
@@ -203,8 +203,8 @@ def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
     plan = planned(tmp_path, LLAMA, {"counting_layers": {}}, registry)
     shapes = (("base", Shape(4, 32)),)
     with pytest.raises(NotTraceable, match="NotRepeated: layers 6 and 7 run other operations"):
-        traced(Request(plan, 2, shapes, layers="few"))
-    whole, usual = (traced(Request(plan, 2, shapes, layers=layers))["train.base"] for layers in ("all", None))
+        traced(Request(plan, Head(2), shapes, layers="few"))
+    whole, usual = (traced(Request(plan, Head(2), shapes, layers=layers))["train.base"] for layers in ("all", None))
     assert in_order(usual) == in_order(whole)
     assert usual.peak() == whole.peak()
 
