@@ -242,7 +242,7 @@ class Adapter(hw.Plugin):
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
             "tensors in the optimizer received gradients"
         )
-        if any(config.init_lora_weights == LOFTQ for config in run.inner_model.peft_config.values()):
+        if any(config.init_lora_weights == LOFTQ for config in getattr(run.inner_model, "peft_config", {}).values()):
             return hw.Evidence.inactive(f"{seen}; LoftQ had no quantized weights: use it with [plugins.quantize]")
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")

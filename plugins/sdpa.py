@@ -125,7 +125,7 @@ class Sdpa(hw.Plugin):
         return [hw.Scale(choices=choices, present=0, ordered=False, tune=True)] if len(choices) > 1 else []
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
-        implementation = getattr(run.inner_model.config, "_attn_implementation", None)
+        implementation = getattr(getattr(run.inner_model, "config", None), "_attn_implementation", None)
         forward = {name: count for name, count in run.observation.operators.items() if "backward" not in name}
         if not forward:
             return hw.Evidence.unknown(f"attn_implementation {implementation}; no operators were recorded")

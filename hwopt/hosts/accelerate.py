@@ -43,6 +43,8 @@ class Accelerator(accelerate.Accelerator):
         **named: Any,
     ) -> None:
         refuse_other_laws(additive)
+        names = list(signature(accelerate.Accelerator).parameters)
+        named |= dict(zip(names, positional, strict=False))
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
         theirs = signature(accelerate.Accelerator.__init__).parameters
         self.hwopt_plugins = {name: named.pop(name) for name in list(named) if name not in theirs}
@@ -54,14 +56,21 @@ class Accelerator(accelerate.Accelerator):
             # the device decides the precision; the model is not known yet
             found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
-        super().__init__(*positional, **named)
+        super().__init__(**named)
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
-        """Accelerate's `prepare`, after the plan's part for the first model and its optimizer."""
-        model = next((each for each in objects if isinstance(each, torch.nn.Module)), None)
-        if model is None or self.hwopt_session is not None:
+        """Accelerate's `prepare`, after the plan's part for the first model and its optimizers."""
+        models = [each for each in objects if isinstance(each, torch.nn.Module)]
+        if self.hwopt_session is not None:
+            self.hwopt_session.models += models
+            prepared = super().prepare(*objects, **named)
+            self._follow(self.hwopt_session, objects)
+            return prepared
+        if not models:
             return super().prepare(*objects, **named)
+        model = models[0]
         session = self._session_for(model, objects)
+        session.models += models[1:]
         try:
             return self._prepare_with(session, model, objects, named)
         except BaseException as error:
@@ -71,18 +80,31 @@ class Accelerator(accelerate.Accelerator):
 
     def _prepare_with(self, session: Session, model: Any, objects: tuple[Any, ...], named: dict[str, Any]) -> Any:
         fitted = session.apply_to(model)
-        optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
-        if optimizer is not None:
-            as_planned(optimizer, session)
         prepared = super().prepare(*(fitted if each is model else each for each in objects), **named)
         run = session.run
         run.accelerator, run.scaler, run.device = self, self.scaler, self.device
         found = prepared if isinstance(prepared, tuple) else (prepared,)
         run.model = next(each for each in found if isinstance(each, torch.nn.Module))
         run.inner_model = self.unwrap_model(run.model)
-        if optimizer is not None:
-            session.follow(optimizer)
+        self._follow(session, objects)
         return prepared
+
+    def _follow(self, session: Session, objects: tuple[Any, ...]) -> None:
+        """Let the optimizers among `objects`, which a script steps, use the plan's kernels, and count their steps."""
+        for optimizer in objects:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                as_planned(optimizer, session)
+                session.follow(optimizer)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's; the next `prepare` makes a plan for its model."""
+        self._end()
+        return super().free_memory(*objects)
+
+    def _end(self) -> None:
+        if self.hwopt_session is not None:
+            session, self.hwopt_session = self.hwopt_session, None
+            session.close()
 
     def _session_for(self, model: Any, objects: tuple[Any, ...]) -> Session:
         loaders = [each for each in objects if isinstance(each, DataLoader)]
@@ -122,9 +144,7 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         """Accelerate's, and the process is as it was before the plan."""
         super().end_training()
-        if self.hwopt_session is not None:
-            session, self.hwopt_session = self.hwopt_session, None
-            session.close()
+        self._end()
 
 
 def as_planned(optimizer: torch.optim.Optimizer, session: Session) -> None:

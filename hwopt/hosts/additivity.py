@@ -7,6 +7,7 @@ how it adds up (`additive`).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2Se
 """Classes whose `compute_loss` returns the model's loss."""
 STEP = ("training_step", "get_batch_samples", "_inner_training_loop")
 """Methods of a Trainer that a step is made of."""
+LOSS_METHOD = re.compile("loss|forward|logp|logit")
+"""In the names of methods of TRL's trainers that a loss is computed by, such as _compute_loss and concatenated_forward."""
 PAIR_LOSSES = {"sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
 PAIR_LOSSES |= {"discopop", "sigmoid_norm"}
 """Values of DPOConfig.loss_type that are a mean over pairs. "sft" is a mean over tokens; "aot" sorts the pairs of a batch."""
@@ -95,9 +98,11 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
         return Additivity(None, f"{engine} of your arguments owns the step")
     if (mode := trainer.args.torch_compile_mode) in GRAPH_MODES and trainer.args.device.type == "cuda":
         return Additivity(None, f"torch_compile_mode = {mode!r} records CUDA graphs, which the next micro-batch overwrites")
+    model = inner(trainer.model)
+    if problem := front_problem(trainer) or rows_meet(model, trainer.args):
+        return Additivity(None, problem)
     if given is not None:
         return Additivity(given, "as you say")
-    model = inner(trainer.model)
     problem = trainer_problem(trainer) or batch_problem(trainer, model)
     if problem:
         return Additivity(None, problem)
@@ -124,6 +129,31 @@ def passes_count(model: Any) -> bool:
     return bool(called) and "**kwargs" in rest.partition("\n\n")[0]
 
 
+def front_problem(trainer: Trainer) -> str:
+    """Why a class that was made of hwopt's cannot be split; "" if hwopt's is in front of all that compute the loss."""
+    classes = type(trainer).__mro__
+    front = next((number for number, cls in enumerate(classes) if cls.__module__.startswith("hwopt.hosts")), 0)
+    for cls in classes[:front]:
+        if own := [method for method in ("compute_loss", *STEP) if method in vars(cls)]:
+            return f"{cls.__name__}.{own[0]}() is in front of hwopt: make the class first, then hwopt.optimized({cls.__name__})"
+    return ""
+
+
+def rows_meet(model: Any, args: Any = None) -> str:
+    """Why every loss of this model depends on the other rows of its batch, whatever it is computed of; "" if none does."""
+    import torch
+
+    if getattr(args, "neftune_noise_alpha", None):
+        return "the noise of NEFTune depends on the padded width"
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            return f"{name} is a BatchNorm: its statistics are those of the batch"
+        # torch has two: a module of parametrizations, and a hook
+        if any(type(each).__name__.endswith("SpectralNorm") for each in (module, *module._forward_pre_hooks.values())):
+            return f"{name} is a spectral norm: each forward pass changes it"
+    return ""
+
+
 def trainer_problem(trainer: Trainer) -> str:
     """Why what `trainer` adds to the model's loss cannot be split; "" if it adds nothing."""
     for cls in type(trainer).__mro__:
@@ -131,7 +161,7 @@ def trainer_problem(trainer: Trainer) -> str:
             break
         if full_name(cls) in TRAINERS or cls.__module__.startswith("hwopt.hosts"):
             continue
-        if "compute_loss" in vars(cls):
+        if any(LOSS_METHOD.search(name) and hasattr(cls.__base__, name) for name in vars(cls)):
             return f"{cls.__name__} computes a loss of its own"
         if own := [method for method in STEP if method in vars(cls)]:
             return f"{cls.__name__} has its own {own[0]}()"
@@ -153,17 +183,7 @@ def full_name(cls: type) -> str:
 
 def batch_problem(trainer: Trainer, model: Any) -> str:
     """Why a row's part of the loss depends on the other rows of its batch; "" if it does not."""
-    import torch
-
     args: Any = trainer.args
-    if getattr(args, "neftune_noise_alpha", None):
-        return "the noise of NEFTune depends on the padded width"
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            return f"{name} is a BatchNorm: its statistics are those of the batch"
-        # torch has two: a module of parametrizations, and a hook
-        if any(type(each).__name__.endswith("SpectralNorm") for each in (module, *module._forward_pre_hooks.values())):
-            return f"{name} is a spectral norm: each forward pass changes it"
     if own := replaced_part(model):
         return f"{own} of the model is yours"
     text = model.config.get_text_config() if hasattr(model, "config") else None

@@ -100,6 +100,9 @@ def why_not(entry: Any, plan: Plan, model: Any) -> str:
         return str(entry.reason)
     if makes_another_model(written):
         return SAVED_MODEL
+    config = getattr(model, "config", None)
+    if "loss" in written and config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+        return "the model adds the load-balancing loss of its router to its own loss"
     if "loss" in written and "liger_kernel" in getattr(model.forward, "__module__", ""):
         return "Liger computes the loss of this model already"
     return ""

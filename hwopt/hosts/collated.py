@@ -147,12 +147,17 @@ def units(batches: Sequence[Batch], law: Law, pad_id: int | None) -> Iterable[tu
         and None not in counts
         and (pad_id is not None or len({width_of(batch) for batch in batches}) == 1)
         and all(known_columns(batch) and ("attention_mask" in batch or "input_ids" not in batch) for batch in batches)
-        and len({frozenset((key, value.shape[1:-1]) for key, value in batch.items()) for batch in batches}) == 1
+        and len({frozenset((key, fixed_shape(key, value)) for key, value in batch.items()) for batch in batches}) == 1
     ):
         yield concatenated(batches, pad_id), rows_of(batches[0]) or 1
         return
     for batch in batches:
         yield batch, rows_of(batch) or 1
+
+
+def fixed_shape(key: str, value: Tensor) -> torch.Size:
+    """The shape of a row's value without its columns, which padding makes equal; no other value is padded."""
+    return value.shape[1:-1] if key == "input_ids" or key in PADDING else value.shape[1:]
 
 
 def known_columns(batch: Batch) -> bool:

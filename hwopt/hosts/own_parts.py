@@ -27,6 +27,8 @@ from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, refuse_other_laws, shifts_labels, without_dropout
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
+from hwopt.hosts.probe import PROBED_ROWS, is_rough, laws_that_agree, probed_rows, without_zeros
+from hwopt.hosts.script_plan import transformers_model
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
 from hwopt.tasks.model_builder import refuse_batch_statistics
@@ -34,8 +36,6 @@ from hwopt.tasks.prepared import Prepared
 from hwopt.text import first_line, listing
 from hwopt.training.randomness import mix
 
-PROBED_ROWS = 8
-"""Rows whose losses are compared with the loss of all of them before the training."""
 PADDING = "Pass a collate_fn that pads them to one length, such as transformers.DataCollatorWithPadding(tokenizer)"
 MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are not -100", "sum": "a sum over rows"}
 """Value of `additive` -> what it says of the loss of a batch."""
@@ -251,7 +251,7 @@ class OwnTask(Task):
     def usage(self, where: str) -> str:
         return f"model.load_state_dict(safetensors.torch.load_file({where!r} + '/model.safetensors'))"
 
-    def _confirmed(self, additive: str | None) -> Law:
+    def _confirmed(self, additive: str | None) -> Any:
         """`additive`, compared with the losses of single rows. Raises InputError if it is missing or wrong."""
         refuse_other_laws(additive)
         dataset = self.train_store.dataset
@@ -271,24 +271,26 @@ class OwnTask(Task):
         def loss_of(part: dict[str, Any]) -> float:
             return float(self.loss_of(self.model(**{key: part[key] for key in part if key not in self.unread}), part))
 
-        with torch.no_grad(), seeded(self.seed), without_dropout(self.model):
-            whole = loss_of(batch)
-            parts = [sliced(batch, [row], width) for row, width in enumerate(lengths_of(batch))]
-            losses = [loss_of(part) for part in parts]
-        labels = [labels_in(part, self.shifted) for part in parts] if "labels" in batch else [1] * rows
-        weighted = sum(loss * count for loss, count in zip(losses, labels, strict=True) if count) / (sum(labels) or 1)
-        expected = {"rows": sum(losses) / rows, "labels": weighted, "sum": sum(losses)}
-        near = [law for law in LAWS if abs(expected[law] - whole) <= 1e-3 * abs(whole) + 1e-6]
+        pad_id = getattr(getattr(transformers_model(self.model), "config", None), "pad_token_id", None)
+        known: list[tuple[Law, bool]] = [("rows", False), ("sum", False)]
+        if "labels" in batch:
+            shifts = (self.shifted,) if self.own_loss is None else (False, True)
+            known += [("labels", shifted) for shifted in shifts]
+        with torch.no_grad(), seeded(self.seed), without_dropout(self.model), without_zeros(self.model):
+            few = probed_rows(batch, pad_id)
+            near = dict(reversed(laws_that_agree(loss_of, few, known, is_rough())))
         if additive is None:
-            seen = f" {rows} rows of your data agree with {listing([repr(law) for law in near])}." if near else ""
+            seen = f" {rows} rows of your data agree with {listing([repr(law) for law in LAWS if law in near])}." if near else ""
             raise InputError(
                 f"hwopt must know how the loss of a batch adds up from its rows. Say additive = "
                 f"{', '.join(f'{law!r} ({MEANS[law]})' for law in MEANS)}.{seen} If it is none of them, such as a loss over "
                 "pairs of rows, a step cannot be split, and this loop cannot train it"
             )
-        if additive not in near:
+        law: Any = additive
+        if law not in near:
+            agree = f" {rows} rows of your data agree with {listing([repr(each) for each in near])}." if near else ""
             raise InputError(
-                f"additive = {additive!r} ({MEANS[additive]}) is wrong for {rows} rows of your data: their loss is "
-                f"{whole:.6g}, and {expected[additive]:.6g} by their single losses"
+                f"additive = {law!r} ({MEANS[law]}) is wrong for {rows} rows of your data: their losses do not add up.{agree}"
             )
-        return additive
+        self.shifted = near[law]
+        return law

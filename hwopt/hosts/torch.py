@@ -16,11 +16,12 @@ import torch
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import InputError
-from hwopt.hosts.additivity import refuse_other_laws, shifts_labels
+from hwopt.hosts.additivity import inner, refuse_other_laws, rows_meet, shifts_labels, without_dropout
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
-from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for
+from hwopt.hosts.probe import is_rough, laws_that_agree, probed_rows, without_zeros
+from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
 from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener
@@ -39,6 +40,10 @@ class Session:
             self.run.say(line)
         self.parts: list[CollatedPart] = []
         self.in_step = False
+        self.models, self.optimizers = [model], list[Any]()
+        """What the loop trains: models in the order of `prepare`, and the optimizers that are followed."""
+        self.shifted: bool | None = None
+        """Whether the first column of a row predicts nothing; None before the first batch."""
 
     def __enter__(self) -> Session:
         model = self.apply_to(self.model)
@@ -55,6 +60,7 @@ class Session:
         self.stack.enter_context(self.run.process())
         self.stack.callback(self.run.stop_observing)
         model = self.run.fitted(model)
+        self.models[0] = model
         hook = model.register_forward_pre_hook(lambda *_: self.begin_step())
         self.stack.callback(hook.remove)
         return model
@@ -71,23 +77,28 @@ class Session:
             raise InputError("the plan is not applied yet: use `with hwopt.session(…) as session:`")
 
     def follow(self, optimizer: Any) -> None:
-        """Count the steps of `optimizer`."""
-        self.run.optimizer = optimizer
-        for step in self.run.recipe.prepared_steps:
-            step(self.run)
+        """Count the steps of `optimizer`; of several ones, the first that steps ends the step of the loop."""
+        self.optimizers.append(optimizer)
+        if self.run.optimizer is None:
+            self.run.optimizer = optimizer
+            for step in self.run.recipe.prepared_steps:
+                step(self.run)
         self.stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
 
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` by length; each loss is to be multiplied by its `weight`. The whole batch without `additive`."""
         self._refuse_unentered()
-        if self.additive == "labels" and "labels" not in batch:
+        law: Any = self.additive
+        if not law:
+            inputs: Any = dict(batch) if isinstance(batch, Mapping) else batch
+            parts = [CollatedPart(inputs, 1.0, (0,) * (rows_of(batch) or 1))]
+        elif not isinstance(batch, Mapping):
+            raise InputError(f"additive = {law!r}: a batch is split if it is a dict of tensors, got {type(batch).__name__}")
+        elif law == "labels" and "labels" not in batch:
             raise InputError('additive = "labels": the batch has no "labels"')
-        if not self.additive:
-            parts = [CollatedPart(dict(batch), 1.0, (0,) * (rows_of(batch) or 1))]
         else:
             cut = self.run.recipe.cut or cut_in_order
-            law: Any = self.additive
-            shifted = shifts_labels(self.run.inner_model)
+            shifted = self._shifts() if self.shifted is None else self.shifted
             parts = micro_batches([batch], law, cut, self.run.batch.train, self.run.backoff.rung, shifted=shifted)
         self.parts += parts
         shared = self.run.accelerator is not None and self.run.world_size > 1
@@ -105,12 +116,16 @@ class Session:
         """The loss of `batch`, detached, with its gradients accumulated. Repeats it in smaller parts if memory runs out.
 
         `loss` takes the inputs of a part. Needs `additive`, and gradients that are None at the start of the step.
-        Raises torch.OutOfMemoryError where a step cannot be repeated, DoesNotFitError if single rows do not fit.
+        Raises InputError if the losses of a few rows contradict `additive`, torch.OutOfMemoryError where a step cannot be
+        repeated, and DoesNotFitError if single rows do not fit.
         """
-        if self.run.optimizer is None:
+        if not self.optimizers:
             raise InputError("no optimizer yet: call session.optimizer(parameters) first, or pass yours to accelerator.prepare()")
-        trained = [parameter for group in self.run.optimizer.param_groups for parameter in group["params"]]
-        repeats = bool(self.additive) and self.run.world_size == 1 and all(parameter.grad is None for parameter in trained)
+        if self.additive and self.shifted is None:
+            self._confirm(batch, loss)
+        trained = list(self._trained())
+        first = all(parameter.grad is None for parameter in trained)
+        repeats = bool(self.additive) and self.run.world_size == 1 and first
         before = len(self.parts)
         while True:
             total = torch.zeros((), device=self.run.device)
@@ -122,12 +137,48 @@ class Session:
                 self.run.backoff.step_succeeded()
                 return total
             except torch.OutOfMemoryError as error:
+                if not first:
+                    error.add_note("hwopt repeats the first batch of a step only: the gradients of earlier ones would be lost")
                 if not repeats:
                     raise
                 reason = first_line(error)
             # after the except block: the exception's frames keep tensors alive
             del self.parts[before:]
             self.run.make_smaller(trained, rows_of(batch) or 1, reason)
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of all models and optimizers; one of both comes twice."""
+        for model in self.models:
+            yield from model.parameters()
+        for optimizer in self.optimizers:
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def _shifts(self) -> bool:
+        return any(shifts_labels(transformers_model(inner(model))) for model in self.models)
+
+    def _confirm(self, batch: Batch, loss: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+        """Compare `additive` with the losses of single rows of the first batch, and see whether the labels are shifted."""
+        law: Any = self.additive
+        self.shifted = self._shifts()
+        if not isinstance(batch, Mapping) or (rows_of(batch) or 0) < 2 or (law == "labels" and "labels" not in batch):
+            return
+        configs = (getattr(transformers_model(inner(model)), "config", None) for model in self.models)
+        pad_id = next((number for config in configs if (number := getattr(config, "pad_token_id", None)) is not None), None)
+        rough = is_rough(self.run.recipe.accelerator.get("mixed_precision", "no"))
+        with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())), ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(without_dropout(model))
+                stack.enter_context(without_zeros(model))
+            few = probed_rows(batch, pad_id)
+            found = laws_that_agree(
+                lambda inputs: float(loss(inputs)), few, [(law, self.shifted), (law, not self.shifted)], rough
+            )
+        if not found:
+            raise InputError(
+                f"additive = {law!r} is wrong for the first batch: the losses of single rows do not add up to that of "
+                f"{rows_of(few)} rows. Say another one, or leave additive out: batches then stay whole"
+            )
+        self.shifted = found[0][1]
 
     def begin_step(self) -> None:
         """Called in each forward pass of the model. One without gradients is evaluation."""
@@ -137,6 +188,8 @@ class Session:
 
     def end_step(self) -> None:
         """Called after each update of the weights."""
+        if not self.in_step:  # another optimizer has ended the step
+            return
         sizes, lengths = [part.size for part in self.parts], [length for part in self.parts for length in part.lengths]
         self.run.last_step_batch = ScriptStep(self.run.step, tuple(lengths), sizes)
         self.parts, self.in_step = [], False
@@ -157,6 +210,8 @@ def planned(
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     refuse_other_laws(additive)
     refuse_prepared(model)
+    if additive and (problem := rows_meet(model)):
+        raise InputError(f"additive = {additive!r}: {problem}, so a batch cannot be split; leave additive out")
     lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
     own = Script(rows, rows, {}, lacks=lacks, **script)
     return plan_for(model, profile, own, plugins, strict)

@@ -16,13 +16,12 @@ from transformers import TrainerCallback
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
-from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, first_rows, ignores_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS
+from hwopt.hosts.probe import adds_up, is_rough, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
 
-PROBED_ROWS = 8
-"""Rows of the first batch whose losses are compared with the loss of all of them."""
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
 TOTAL = ("_total_train_tokens", "num_tokens")
@@ -111,12 +110,9 @@ class TrainerStep:
         return mock.patch.multiple(self.trainer.accelerator, gather=own_values, gather_for_metrics=own_values)
 
     def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
-        """Whether the losses of single rows of `batch` add up to the loss of `PROBED_ROWS`, without dropout and gradients.
-
-        A difference counts against the spread of the rows' losses: rows of an untrained model have almost the same loss.
-        """
+        """Whether the losses of single rows of `batch` add up to the loss of the first ones, without dropout and gradients."""
         trainer, counters = self.trainer, self._counters()
-        few = first_rows(batch, PROBED_ROWS, law.pairs)
+        few = probed_rows(batch, self._pad_id, law.pairs)
         rows = self._parts([few], law, cut_in_order, 1)
         count = torch.tensor(100, device=trainer.args.device) if self._counted else None
 
@@ -124,24 +120,25 @@ class TrainerStep:
             return float(self.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=count))
 
         generators = torch.random.fork_rng(range(torch.cuda.device_count()))
-        with self._gathering_nothing(), torch.no_grad(), generators, without_dropout(model):
+        with self._gathering_nothing(), torch.no_grad(), generators, without_dropout(model), without_zeros(inner(model)):
             whole = loss_of(few)
             losses = [loss_of(part.inputs) for part in rows]
         vars(trainer).update(counters)
-        rough = trainer.accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.fp32_precision == "tf32"
-        parts = sum(loss * part.weight for loss, part in zip(losses, rows, strict=True))
-        spread = max(losses) - min(losses)
-        return abs(parts - whole) <= (0.1 * spread + 1e-2 * abs(whole) if rough else 1e-4 * spread + 4e-6 * abs(whole)) + 1e-7
+        return adds_up(whole, losses, [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
 
-    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
+    @property
+    def _pad_id(self) -> int | None:
+        """The token that pads the rows."""
         trainer = self.trainer
         tokenizers = (getattr(trainer.data_collator, "tokenizer", None), getattr(trainer, "processing_class", None))
         known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
-        pad_id = next((number for number in known if number is not None), None)
-        shifted = shifts_labels(trainer.model)
+        return next((number for number in known if number is not None), None)
+
+    def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
+        shifted = shifts_labels(self.trainer.model)
         by_labels = law.law == "rows" and self.additive is None and ignores_rows(batches)
         how: Law = "labels" if by_labels else law.law
-        return micro_batches(batches, how, cut, rows, halvings, pad_id=pad_id, shifted=shifted, pairs=law.pairs)
+        return micro_batches(batches, how, cut, rows, halvings, pad_id=self._pad_id, shifted=shifted, pairs=law.pairs)
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer
 
+import hwopt
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.hosts.additivity import LAWS, additivity_of, without_dropout
 from hwopt.hosts.collated import micro_batches
@@ -107,6 +108,34 @@ def test_positions_that_depend_on_the_longest_row_have_no_law(options: dict[str,
     found = additivity_of(Trainer(model=model, args=arguments(tmp_path)), True)
     assert (found.law is None) == bool(reason)
     assert reason in found.reason
+
+
+def test_method_of_a_loss_that_a_subclass_overrides_has_no_law(tmp_path: Path) -> None:
+    from trl import DPOTrainer
+
+    own = type("Own", (DPOTrainer,), {"_compute_loss": lambda self, model, inputs: None})
+    trainer = Trainer(model=make("LlamaForCausalLM"), args=arguments(tmp_path))
+    trainer.__class__ = own
+    assert additivity_of(trainer, True).reason == "Own computes a loss of its own"
+
+
+def test_class_made_of_hwopts_has_no_law_whatever_the_user_says(tmp_path: Path) -> None:
+    reset()
+    made = hwopt.optimized(Trainer, "cpu", additive="rows")
+    own = type("Mine", (made,), {"compute_loss": lambda self, model, inputs, **more: model(**inputs).loss})
+    trainer = own(model=make("BertForSequenceClassification").float(), args=arguments(tmp_path))
+    assert "make the class first, then hwopt.optimized(Mine)" in additivity_of(trainer, True, "rows").reason
+
+
+def test_batch_statistics_have_no_law_whatever_the_user_says(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    assert "BatchNorm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), False, "rows").reason
+
+
+def test_images_of_other_widths_are_not_joined() -> None:
+    batches = [{"pixel_values": torch.ones(2, 1, 4, width), "labels": torch.ones(2)} for width in (4, 8)]
+    parts = micro_batches(batches, "rows", cut_in_order, 4, 0, pad_id=0)
+    assert [part.inputs["pixel_values"].shape for part in parts] == [(2, 1, 4, 4), (2, 1, 4, 8)]
 
 
 @pytest.mark.parametrize("norm", [torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import Log, Steps, arguments, bert, farthest, llama, padded, reset, rows
-from transformers import Trainer
+from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, padded, reset, rows
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
 import hwopt
 from hwopt.errors import PluginError
@@ -87,10 +87,15 @@ def test_checkpointing_and_attention_end_with_undo() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+def routed() -> Any:
+    return MixtralForCausalLM(MixtralConfig(vocab_size=60, num_local_experts=4, num_experts_per_tok=1, num_key_value_heads=2, output_router_logits=True, **SIZES))
+
+
 @pytest.mark.parametrize(
     ("make", "name", "reason"),
     [
         (bert, "fused_loss", "needs a decoder"),
+        (routed, "fused_loss", "the load-balancing loss of its router"),
         (llama, "optimizer", "changes the model and the process alone"),
         (llama, "adapter", "it makes another model"),
     ],

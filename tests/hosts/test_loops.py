@@ -176,3 +176,91 @@ def test_precision_of_the_script_wins(capsys: pytest.CaptureFixture[str]) -> Non
     accelerator.end_training()
     assert accelerator.mixed_precision == "no"
     assert "mixed_precision = 'no' of your script" in capsys.readouterr().out
+
+
+def optimizers_of(model: Any) -> list[torch.optim.Optimizer]:
+    """One for the head, one for the rest."""
+    head = {id(parameter) for parameter in model.classifier.parameters()}
+    parts = [[p for p in model.parameters() if (id(p) in head) is own] for own in (True, False)]
+    return [torch.optim.AdamW(part, lr=lr) for part, lr in zip(parts, (1e-2, 1e-3), strict=True)]
+
+
+def with_two_optimizers(cls: type, folds: int = 1, **settings: Any) -> Steps:
+    """A loop over `folds` models, each with two optimizers. hwopt's step of 16 rows runs out of memory."""
+    reset()
+    accelerator, found = cls(cpu=True, **settings), []
+    for fold in range(folds):
+        model = bert()
+        if settings:
+            model.register_forward_pre_hook(memory_of(TOKENS), with_kwargs=True)
+        made = optimizers_of(model)
+        model, *optimizers = accelerator.prepare(model, *made)
+        for batch in batches()[fold:]:
+            if settings:
+                loss = accelerator.accumulate_batch(batch, lambda inputs, model=model: model(**inputs).loss)
+            else:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((loss.item(), norm))
+        accelerator.free_memory()
+    return found
+
+
+def test_repeated_step_frees_the_gradients_of_all_optimizers_and_of_a_second_model(capsys: pytest.CaptureFixture[str]) -> None:
+    found = with_two_optimizers(hwopt.Accelerator, 2, profile="cpu", additive="rows", **WHOLE)
+    assert capsys.readouterr().out.count("Training ran out of memory") == 2
+    assert farthest(found, with_two_optimizers(accelerate.Accelerator, 2)) < CLOSE
+
+
+class Around(torch.nn.Module):
+    """A script's module with a model of transformers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = llama()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inside(**inputs)
+
+
+def around_llama(session: bool) -> Steps:
+    model, found = Around(), []
+    with hwopt.session("cpu", model, rows=16, additive="labels", **SPLIT) as own:
+        optimizer = own.optimizer(model.parameters(), lr=1e-3) if session else torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for batch in batches(classes=False):
+            if session:
+                loss = own.accumulate(batch, lambda inputs: model(**inputs).loss)
+            else:
+                loss = model(**batch).loss
+                loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+    return found
+
+
+def test_labels_of_a_model_inside_a_module_are_shifted_as_its_loss_shifts_them() -> None:
+    assert farthest(around_llama(session=True), around_llama(session=False)) < CLOSE
+
+
+def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
+    batch = batches()[0]
+    with hwopt.session("cpu", model := bert(), rows=16, additive="sum", **SPLIT) as own:
+        own.optimizer(model.parameters())
+        with pytest.raises(InputError, match="additive = 'sum' is wrong for the first batch"):
+            own.accumulate(batch, lambda inputs: model(**inputs).loss)
+        with pytest.raises(InputError, match="a dict of tensors, got tuple"):
+            own.accumulate(tuple(batch.values()), lambda inputs: model(*inputs).loss)  # type: ignore[arg-type]
+    normed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(InputError, match="is a BatchNorm.*leave additive out"):
+        hwopt.session("cpu", normed, rows=16, additive="rows")
+
+
+def test_arguments_of_accelerate_may_be_positional() -> None:
+    reset()
+    assert hwopt.Accelerator(True, False, "no", cpu=True, profile="cpu").mixed_precision == "no"
