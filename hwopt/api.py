@@ -18,7 +18,7 @@ from hwopt.inference.settings import InferenceOptions
 from hwopt.memory.advice import PlanListener
 from hwopt.memory.forecast.communication import Ranks
 from hwopt.memory.forecast.sharding import Comparison, compare_schemes
-from hwopt.memory.planned import resolve, with_gains, with_memory
+from hwopt.memory.planned import on_other_rank, resolve, with_gains, with_memory
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.planning import auto_profile
@@ -98,6 +98,8 @@ def train(
         if plan.hardware.device_type == "cuda":
             plan = with_memory(plan, resolved, cache=cache, listener=plan_listener)
         plan_listener.on_plan(plan)
+    elif plan.hardware.device_type == "cuda":
+        plan = on_other_rank(plan, cache)
     summary = execute(
         plan,
         folder,

@@ -15,7 +15,7 @@ from pathlib import Path
 from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of, truncated_fraction
-from hwopt.memory.forecast.planner import plan_memory, traced_memory, traced_step
+from hwopt.memory.forecast.planner import fitted, traced_memory, traced_step
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
@@ -213,7 +213,7 @@ class Advisor:
         try:
             plan = self.replan(assignments)
             lengths = None if any("max_length" in text for text in assignments) else self.lengths
-            changed = plan_memory(plan, self.cache, lengths)
+            _, changed = fitted(plan, self.cache, lengths)
         except HwoptError:
             return None
         skipped = any(entry.name == applied and entry.decision == "skip" for entry in plan.entries)

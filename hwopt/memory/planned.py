@@ -174,7 +174,7 @@ def with_memory(
     listener.on_trial("reading the data")
     lengths = lengths_of(plan, cache)
     listener.on_trial("tracing a step")
-    memory = planner.plan_memory(plan, cache, lengths)
+    plan, memory = planner.fitted(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
             memory = with_measurement(plan, memory, lengths.head)
@@ -186,6 +186,14 @@ def with_memory(
     if memory.fits is False:
         memory = Advisor(plan, memory, registry or Registry(), replan, cache, listener).with_changes()
     return replace(plan, memory=memory)
+
+
+def on_other_rank(plan: Plan, cache: Path | None = None) -> Plan:
+    """`plan` with the decisions that `with_memory` makes on the first rank."""
+    if not planner.pool_that_yields(plan):
+        return plan
+    cache = cache or cache_folder()
+    return planner.fitted(plan, cache, lengths_of(plan, cache))[0]
 
 
 def with_gains(

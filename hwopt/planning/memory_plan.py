@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 CLOSED_FORM = "closed form"
@@ -86,6 +86,8 @@ class MemoryPlan:
     reserved_gib: float | None = None
     """Most that torch's caching allocator reserves in training and evaluation: the peak, and free blocks that it cannot use for
     it. None if the tier cannot tell."""
+    pool_gib: float = 0.0
+    """The part of `reserved_gib` that graphs keep for themselves."""
     host_gib: float = 0.0
     """Host memory for offloading, over all ranks of this machine."""
     host_free_gib: float | None = None
@@ -117,6 +119,11 @@ class MemoryPlan:
         if self.margin_gib < 0 or not self.host_fits:
             return False
         return None if self.lower_bound else True
+
+    @property
+    def fits_without_pool(self) -> bool:
+        """Whether only the pool of the graphs is too much."""
+        return replace(self, reserved_gib=(self.reserved_gib or 0.0) - self.pool_gib, pool_gib=0.0).fits is True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits, "margin_gib": self.margin_gib, "host_fits": self.host_fits}

@@ -7,6 +7,7 @@ not there. Precedence: `--set`, the job, the profile, its parent, the plugin's d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hwopt.config.job import JobFile
 from hwopt.config.profile import Profile
@@ -15,7 +16,7 @@ from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import decide, oom_plugins
-from hwopt.planning.parts import write
+from hwopt.planning.parts import without, write
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import provenance_of, refuse_long_samples, under_job, with_recipe
 from hwopt.planning.refusals import refuse, refuse_changes
@@ -84,6 +85,13 @@ def resolve(
     if strict:
         refuse_changes(plan, notes)
     return plan
+
+
+def left_out(plan: Plan, lacking: Mapping[str, str]) -> Plan:
+    """`plan` without the plugins that write a field of `lacking` (field -> why)."""
+    written = write(tuple(without(lacking, entry, plan.recipe) for entry in plan.entries), plan.context)
+    batch, _ = batch_sizes(written.recipe, plan.profile, plan.context)
+    return replace(plan, entries=written.entries, recipe=written.recipe, batch=batch)
 
 
 def card_notes(profile: Profile, hardware: Hardware) -> tuple[str, ...]:

@@ -88,7 +88,11 @@ def test_checkpointing_and_attention_end_with_undo() -> None:
 
 
 def routed() -> Any:
-    return MixtralForCausalLM(MixtralConfig(vocab_size=60, num_local_experts=4, num_experts_per_tok=1, num_key_value_heads=2, output_router_logits=True, **SIZES))
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=60, num_local_experts=4, num_experts_per_tok=1, num_key_value_heads=2, output_router_logits=True, **SIZES
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from plugin_cases import Cases, Mutation, Refused
 
 from hwopt import api
 from hwopt.hardware.device import described
+from hwopt.memory.forecast.lengths import Lengths
+from hwopt.memory.forecast.planner import fitted
 from hwopt.plugin.price import Price
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.cuda_graphs import few_widths
@@ -62,6 +64,20 @@ def test_plugin_of_the_user_comes_before_the_graphs_of_a_profile(name: str, tmp_
     assert entry_of(name, plan).decision == "apply"
     assert entry_of("cuda_graphs", plan).decision == "skip"
     assert f"cannot be used with plugin '{name}' (--set)" in entry_of("cuda_graphs", plan).reason
+
+
+@pytest.mark.parametrize(("gib", "named", "kept"), [(24.0, False, True), (4.5, False, False), (4.5, True, True)])
+def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them(
+    gib: float, named: bool, kept: bool, tmp_path: Path
+) -> None:
+    profile = tiny_profile(cuda_graphs={"tokens": 1 << 20, "widths": [32]}, batch={"train": 16_384})
+    chosen = frozenset({"cuda_graphs"} if named else ())
+    plan = plan_for(replace(profile, chosen=chosen), tiny_job(tmp_path), hardware=described("a card", (8, 6), gib))
+    found, memory = fitted(plan, tmp_path, Lengths(None, 32, 2, "this test"))
+    entry = entry_of("cuda_graphs", found)
+    assert (entry.decision, memory.fits) == ("apply" if kept else "skip", not (named and kept))
+    assert kept or re.search(r"its memory pool does not fit: 4.1\d of \d.\d\d GiB, 1.60 less without it", entry.reason)
+    assert (found.recipe.forward_backward is None, found.batch.widths == ()) == (not kept, not kept)
 
 
 def refused_captures(patch: pytest.MonkeyPatch) -> None:

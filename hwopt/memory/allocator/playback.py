@@ -36,6 +36,8 @@ class PlayedRun:
     eval: Peak
     reserved: int
     """`max_memory_reserved`. On a CPU nothing is reserved in advance."""
+    pool: int = 0
+    """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
 def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = None) -> PlayedRun:
@@ -58,9 +60,8 @@ def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = 
     eval_peak = evaluating.step()
     Player(train, allocator, evaluating).steady_step()
     reserved = allocator.reserved
-    if pooled is not None:
-        reserved = max(reserved, reserved_beside_pool(train, evaluation, pooled))
-    return PlayedRun(peak, eval_peak, reserved)
+    pool = 0 if pooled is None else max(0, reserved_beside_pool(train, evaluation, pooled) - reserved)
+    return PlayedRun(peak, eval_peak, reserved + pool, pool)
 
 
 def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline) -> int:

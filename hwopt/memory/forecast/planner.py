@@ -22,6 +22,7 @@ from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, tr
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
+from hwopt.planning.resolve import left_out
 
 CONTEXT_GIB = {"Turing": 0.14, "Volta": 0.4, "Ampere": 0.4, "Ada": 0.4}
 """Memory of CUDA's context and loaded kernels, outside torch's allocator, by architecture, with lazy loading.
@@ -143,6 +144,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step
         peak_gib=(run.train.bytes + buckets) / GIB,
         eval_peak_gib=(run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets) / GIB,
+        pool_gib=run.pool / GIB,
         time=predict_time(plan, trace.train, lengths.train),
     )
 
@@ -181,6 +183,26 @@ def bucket_bytes(plan: Plan) -> int:
     """Return the buffers that reduce gradients: a bucket and the library's copy of it, or the engine's own."""
     data_parallel = plan.world_size > 1 and plan.recipe.engine is None
     return int(plan.memory_spec.buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
+
+
+def pool_that_yields(plan: Plan) -> bool:
+    """Whether a plugin that the user did not name keeps a pool (`MemorySpec.pooled_tokens`). It goes if that does not fit."""
+    if plan.memory_spec.pooled_tokens is None:
+        return False
+    author = plan.recipe.author_of("forward_backward")
+    entry = next(each for each in plan.entries if each.author == author)
+    return entry.plugin.relations.yields and entry.name not in plan.profile.chosen
+
+
+def fitted(plan: Plan, cache: Path, lengths: Lengths | None) -> tuple[Plan, MemoryPlan]:
+    """Return `plan` and its memory; without the plugin whose pool is all that does not fit, unless the user named it."""
+    memory = plan_memory(plan, cache, lengths)
+    if memory.fits or not memory.fits_without_pool or not pool_that_yields(plan):
+        return plan, memory
+    budget = memory.free_gib - memory.reserve_gib
+    why = f"its memory pool does not fit: {memory.highest_gib:.2f} of {budget:.2f} GiB, {memory.pool_gib:.2f} less without it"
+    plan = left_out(plan, {"forward_backward": why})
+    return plan, plan_memory(plan, cache, lengths)
 
 
 def resolve_choices(
@@ -225,7 +247,7 @@ def first_fitting_choice(
             )
         budget = memory.free_gib - memory.reserve_gib
         reason = f"{entry.reason}: {memory.highest_gib:.2f} of {budget:.2f} GiB{rejected}"
-        if memory.fits:
+        if memory.fits or (pool_that_yields(plan) and memory.fits_without_pool):
             break
         rejected = f"; the option before needs {memory.highest_gib:.2f} GiB"
     return plan, reason
