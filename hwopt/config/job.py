@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -139,8 +139,11 @@ Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds
 """The name of an installed task."""
 
 
-class ChangesLoss:
-    """Marks a key of [task] that changes the training loss: a plugin with a loss of its own ignores it."""
+class ChangesLoss(NamedTuple):
+    """Marks a key of [task] that changes the training loss. A plugin with a loss of its own would ignore it."""
+
+    keyword: str
+    """The argument of `Task.loss` for its value. A task whose loss has none refuses the key."""
 
 
 class TaskOptions(Table):
@@ -149,23 +152,27 @@ class TaskOptions(Table):
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which is not a sum over micro-batches."""
     class_weights: Annotated[
-        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), AfterValidator(frozen), ChangesLoss()
+        Literal["balanced"] | dict[str, float] | None,
+        BeforeValidator(_class_weights),
+        AfterValidator(frozen),
+        ChangesLoss("weight"),
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     rouge: bool = False
     """Sequence-to-sequence: generate a text for each evaluation sample and compare it with the target, by ROUGE."""
-    label_smoothing: Annotated[float, ChangesLoss()] = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Annotated[float, ChangesLoss("smoothing")] = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
 
     @property
     def loss_changes(self) -> dict[str, Any]:
         """The keys that change the training loss, with their values, if they are set."""
-        marked = [
-            name
-            for name, field in TaskOptions.model_fields.items()
-            if any(isinstance(each, ChangesLoss) for each in field.metadata)
-        ]
-        return {name: value for name in marked if (value := getattr(self, name))}
+        return {name: value for name in self.loss_keywords() if (value := getattr(self, name))}
+
+    @classmethod
+    def loss_keywords(cls) -> dict[str, str]:
+        """Key that changes the training loss -> the argument of `Task.loss` for it."""
+        marked = ((name, each) for name, field in TaskOptions.model_fields.items() for each in field.metadata)
+        return {name: each.keyword for name, each in marked if isinstance(each, ChangesLoss)}
 
 
 class Job(Table):
@@ -182,6 +189,7 @@ class Job(Table):
         for key in sorted(given - chosen.facts.keys):
             if owners := kinds_that_read(key):
                 raise ValueError(f"{key} belongs to task.kind = {listing([repr(kind) for kind in owners])}")
+        chosen.check_loss(self)
         chosen.check_job(self)
         return self
 

@@ -67,8 +67,14 @@ class Task(ModelBuilder):
     @classmethod
     def check_job(cls, job: Job) -> None:
         """Raise ValueError for keys of the job that contradict each other, or that the task does not support."""
-        if job.task.label_smoothing and "smoothing" not in signature(cls.loss).parameters:
-            raise ValueError(f"task.label_smoothing needs classes; remove it for task.kind = {cls.facts.kind!r}")
+
+    @classmethod
+    def check_loss(cls, job: Job) -> None:
+        """Raise ValueError for a key that changes the loss (`ChangesLoss`) and that the loss of this task does not take."""
+        taken = signature(cls.loss).parameters
+        for key in job.task.loss_changes:
+            if job.task.loss_keywords()[key] not in taken:
+                raise ValueError(f"task.{key}: the loss of task.kind = {cls.facts.kind!r} has no such option; remove it")
 
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
@@ -163,22 +169,18 @@ class Task(ModelBuilder):
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits.
 
-        If the loss has the keyword `smoothing`, the task takes task.label_smoothing; with the keyword
-        `weight`, a tensor of a weight for each label, it takes task.class_weights, and then returns
-        the sum of the weights instead of the number of labels.
+        It has an argument for each key of [task] that it takes (`hwopt.config.job.ChangesLoss`): `smoothing` for
+        label_smoothing; `weight`, a tensor of a weight for each label, for class_weights, and then it returns the sum of
+        the weights instead of the number of labels.
         """
         raise NotImplementedError
 
     def training_loss(
         self, prepared: Prepared, device: torch.device | str
     ) -> Callable[..., tuple[torch.Tensor, int | torch.Tensor]]:
-        """The loss that is trained: `loss`, with the class weights and the label smoothing of the job if it has them.
-
-        An evaluation computes `loss` alone.
-        """
-        options: dict[str, Any] = {}
-        if self.options.label_smoothing:
-            options["smoothing"] = self.options.label_smoothing
+        """The loss that is trained: `loss`, with what the job changes in it. An evaluation computes `loss` alone."""
+        keywords = self.options.loss_keywords()
+        options: dict[str, Any] = {keywords[key]: value for key, value in self.options.loss_changes.items()}
         if prepared.class_weights is not None:
             import torch
 

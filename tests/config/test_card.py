@@ -23,7 +23,6 @@ def shipped(name: str) -> Profile:
         ("rtx3070_8gb", "NVIDIA GeForce RTX 3070", (8, 6), 7.78, 448, 40.6),
         ("rtx3070_8gb", "NVIDIA GeForce RTX 3070 Ti", (8, 6), 7.78, 608, 43.5),
         ("rtx3070_8gb", "NVIDIA GeForce RTX 3070 Laptop GPU", (8, 6), 7.78, None, None),
-        ("rtx3060_12gb", "NVIDIA GeForce RTX 3060 Ti", (8, 6), 7.78, 448, 32.4),
         ("a10_24gb", "NVIDIA A10G", (8, 6), 22.19, 600, 70),
         ("h100_80gb", "NVIDIA H100 80GB HBM3", (9, 0), 79.11, 3352, 989),
         ("h100_80gb", "NVIDIA H100 PCIe", (9, 0), 79.18, 2039, 756),

@@ -146,13 +146,19 @@ def test_gpu_that_shares_the_memory_of_its_host_has_nothing_to_offload(planned: 
     assert not [changes for changes in offered if changes.get("offload") or "paged" in str(changes)]
 
 
-def test_derived_profile_has_the_peaks_of_a_variant_of_its_name() -> None:
-    """An RTX 3060 Ti has peaks in the profile of the RTX 3070, and an RTX 4060 Ti of 16 GB in that of the RTX 4060."""
-    derived = chosen("NVIDIA GeForce RTX 3060 Ti", (8, 6), 7.66).profile
-    assert derived.name == "auto-rtx3070_8gb"
-    assert derived.card.memory_bandwidth_gbps == 448
-    assert derived.card.dense_tflops.fp16 == 32.4
-    assert chosen("NVIDIA GeForce RTX 4060 Ti", (8, 9), 15.6).profile.card.dense_tflops.fp16 == 44.1
+@pytest.mark.parametrize("name", Inputs().files)
+def test_card_that_a_profile_names_as_a_variant_has_its_peaks(name: str) -> None:
+    """In a profile of its own, in that profile, or in one derived from another."""
+    profile = Inputs().profile(name)
+    for variant in profile.card.variants:
+        for match in variant.match:
+            found = chosen(match, profile.card.capability or (0, 0), profile.card.memory_gib or 0.0).profile
+            card = found.card.variant_named(match) or found.card
+            assert card.memory_bandwidth_gbps == variant.memory_bandwidth_gbps
+            assert card.dense_tflops == variant.dense_tflops
+
+
+def test_unknown_card_has_no_peaks() -> None:
     unknown = chosen("NVIDIA RTX 6000 of some year", (8, 9), 47.0).profile
     assert unknown.card.memory_bandwidth_gbps is None
     assert unknown.card.dense_tflops.fp16 is None

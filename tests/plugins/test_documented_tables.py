@@ -127,4 +127,4 @@ def test_table_is_made_from_the_registry(table: Any) -> None:
     if os.environ.get("HWOPT_UPDATE_GOLDEN"):
         path.write_text(text[: found.start()] + made + text[found.end() :], encoding="utf-8")
     else:
-        assert found.group() == made
+        assert found.group() == made, "run the same command with HWOPT_UPDATE_GOLDEN=1, which writes the table"
