@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers import BertConfig, TrainingArguments
+from transformers import BitsAndBytesConfig, LlamaConfig, TrainingArguments
 
 from hwopt.errors import InputError
-from hwopt.export.arguments import SIZES, plugin_words, sizes_of
+from hwopt.export.arguments import SIZES, plugin_words, sizes_of, words_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
@@ -26,6 +26,10 @@ ARGUMENTS_LACK = TRAINER_LACKS | {
     "optimizer_wraps": "arguments cannot wrap the optimizer; hwopt.optimized does",
 }
 """Field of the recipe -> why TrainingArguments alone cannot express it."""
+BITS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+"""Arguments of BitsAndBytesConfig, which plugins have as words for their options."""
+DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Those of torch's AdamW."""
 ROWS = 8
 """Rows of a step for plans that ask only for a model's or an optimizer's part."""
 
@@ -55,7 +59,7 @@ def training_arguments(
 
 def part_plan(profile: str, model: Any, plugins: Mapping[str, Any]) -> Plan:
     """The plan of `profile` for a script of which only `model` is known: a name, a config, a module, or None for any."""
-    described = BertConfig() if model is None else described_model(model, {})
+    described = LlamaConfig() if model is None else described_model(model, {})  # large enough for an adapter
     return plan_for(described, profile, Script(ROWS, ROWS, {}), plugins).plan
 
 
@@ -64,7 +68,13 @@ def model_kwargs(profile: str, model: Any, **plugins: Any) -> dict[str, Any]:
 
     `model`: a name or a config. `plugins`: plugin -> its options, or False to leave it out.
     """
-    return dict(part_plan(profile, model, plugins).recipe.model_kwargs)
+    plan = part_plan(profile, model, plugins)
+    words = {word: value for entry in plan.applied() for word, value in words_of(entry, plan, BITS)}
+    packed = words.get("load_in_4bit") or words.get("load_in_8bit")
+    if (dtype := words.pop("bnb_4bit_compute_dtype", None)) is not None:
+        words["bnb_4bit_compute_dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
+    config = {"quantization_config": BitsAndBytesConfig(bnb_4bit_quant_type="nf4", **words)} if packed else {}
+    return dict(plan.recipe.model_kwargs) | config
 
 
 def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., Any]:
@@ -74,11 +84,11 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     by plugins that decide by its size.
     """
     make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
-    return lambda parameters, **defaults: made_with(make, parameters, defaults)
 
+    def optimizer_over(parameters: Iterable[Any], lr: float = DEFAULTS["lr"], **defaults: Any) -> Any:
+        return made_with(make, parameters, {"lr": lr, **defaults})
 
-DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""Those of torch's AdamW."""
+    return optimizer_over
 
 
 def made_with(make: Callable[..., Any], parameters: Iterable[Any], defaults: Mapping[str, Any]) -> Any:

@@ -110,6 +110,8 @@ class OptimizedTrainer(Base):
         for line in (*found.lines(), *changed):
             self._run.say(line)
         super().__init__(**given)
+        if isinstance(model, str) and given.get("peft_config") is None:  # the arguments may name a dtype
+            refuse_half_weights(self.model, found.plan)
         self._bind(isinstance(model, str))
 
     def _bind(self, named: bool) -> None:

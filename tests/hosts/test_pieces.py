@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hosts.scripts import arguments, bert, padded, rows
-from transformers import BertConfig, LlamaConfig, Trainer, TrainingArguments
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hwopt
 from hwopt.errors import InputError, PluginError
@@ -40,6 +40,17 @@ def test_model_kwargs_and_optimizer() -> None:
     found = hwopt.optimizer("cpu")([{"params": [parameter], "weight_decay": 0.0}], lr=0.5)
     group = found.param_groups[0]
     assert (type(found), group["fused"], group["lr"], group["weight_decay"]) == (torch.optim.AdamW, True, 0.5, 0.0)
+    assert hwopt.optimizer("rtx3070_8gb_qlora")([parameter], 0.25).param_groups[0]["lr"] == 0.25
+
+
+def test_model_kwargs_quantize_as_the_profile_does(tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=100)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    always = {"always": True}
+    found = hwopt.model_kwargs("rtx3070_8gb_qlora", str(tmp_path), adapter=always)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, **found)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert found["quantization_config"].bnb_4bit_use_double_quant
 
 
 def test_forecast_for_a_card_that_is_not_there(tmp_path: Path) -> None:

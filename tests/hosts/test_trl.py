@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import hwopt
 from hwopt.data.batches.collate import cut_in_order
+from hwopt.errors import InputError
 from hwopt.hosts.additivity import PAIR_LOSSES, additivity_of
 from hwopt.hosts.collated import micro_batches
 
@@ -98,6 +99,19 @@ def test_frozen_half_weights_under_an_adapter_are_trained_with(tmp_path: Path) -
     trainer, steps = train(cls, config, data("prompt", "completion"), model=llama().bfloat16(), peft_config=LoraConfig(r=4))
     assert steps
     assert {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad} == {torch.float32}
+
+
+def test_half_weights_that_the_arguments_load_are_refused(tmp_path: Path) -> None:
+    """Small updates of them would be lost, as of those of a loaded model."""
+    from trl import SFTTrainer
+
+    llama().save_pretrained(tmp_path / "model")
+    args = sft(tmp_path)
+    args.bf16, args.model_init_kwargs = True, {"dtype": "bfloat16"}
+    with pytest.raises(InputError, match="trains bfloat16 weights"):
+        hwopt.optimized(SFTTrainer, "cpu", precision={"dtype": "bf16"})(
+            str(tmp_path / "model"), args=args, train_dataset=data("prompt", "completion"), processing_class=tokenizer()
+        )
 
 
 def preference_model(folder: Path) -> Any:
