@@ -224,13 +224,17 @@ class Quantize(hw.Plugin):
     def probe(self, context: hw.Context) -> hw.Decision:
         if not context.has("bitsandbytes"):
             return hw.Decision.skip("bitsandbytes is not installed")
-        dtype = compute_dtype(context.hardware) if self.options.dtype == "auto" else self.options.dtype
+        asked: Any = self.options.dtype
+        can = context.hardware.can(asked) if asked in ("bf16", "fp16") else None
+        dtype = compute_dtype(context.hardware) if asked == "auto" or (can is not None and not can) else asked
         chosen = self.options.model_copy(update={"dtype": dtype})
         what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
         if chosen.bits == 8:
             what = "8 bit (LLM.int8()), 1 byte per weight"
-        left = describe_unpacked(unpacked_weights(context.model))
-        return hw.Decision.apply(f"frozen linear layers in {what}{left}", chosen)
+        reason = f"frozen linear layers in {what}{describe_unpacked(unpacked_weights(context.model))}"
+        if self.options.bits == 4 and can is not None and not can:
+            return hw.Decision.fallback(chosen, f"{asked}: {can.reason}; {reason}")
+        return hw.Decision.apply(reason, chosen)
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory

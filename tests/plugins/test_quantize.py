@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hwopt.errors import PluginError
-from hwopt.hardware.device import GIB
+from hwopt.hardware.device import GIB, described
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import show_memory
-from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_LLAMA, entry_of, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.quantize import dequantize, quantize
 
 Quantize = Registry().plugin("quantize")
@@ -154,6 +154,16 @@ def test_loftq_without_quantized_weights_is_inactive(tmp_path: Path) -> None:
     evidence = {entry.name: evidence for entry, evidence in recorder.found}["adapter"]
     assert evidence.status == "inactive"
     assert "[plugins.quantize]" in evidence.seen
+
+
+def test_products_are_in_a_dtype_that_the_card_has(tmp_path: Path) -> None:
+    """A T4 only emulates bf16."""
+    profile = tiny_profile(adapter={"always": True}, quantize={"dtype": "bf16"}, optimizer={})
+    for capability, decision, dtype in (((7, 5), "fallback", "fp16"), ((8, 6), "apply", "bf16")):
+        plan = plan_for(profile, job_of(tmp_path, TINY_LLAMA), hardware=described("a card", capability, 16.0))
+        entry = entry_of("quantize", plan)
+        assert (entry.decision, entry.options.dtype) == (decision, dtype)
+        assert f"products in {dtype}" in entry.reason
 
 
 def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
