@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -109,6 +110,7 @@ class Loop:
                     with self.telemetry.paused():
                         self.writer.wait()
                 self.step(batch)
+                del batch  # its memory is free for an evaluation and for the next one
                 action = self.after_step()
                 if action > SAVE or self.early_stopping.stops:
                     break
@@ -154,7 +156,7 @@ class Loop:
         progress.step += 1
         events.on_step_end(run, run.engine.update_applied())
         progress.between_steps = True
-        progress.last_batch = batch
+        progress.batch = progress.last_batch = replace(batch, buffers={})
         self.backoff.step_succeeded()
 
     def after_step(self) -> int:

@@ -131,12 +131,12 @@ class Run(PlannedRun):
 
     @property
     def step_batch(self) -> StepBatch | None:
-        """The step batch of the running step, or of the last one."""
+        """The step batch of the running step, or of the last one, without its tensors."""
         return self.progress.batch
 
     @property
     def last_step_batch(self) -> StepBatch | None:
-        """The step batch of the last finished step."""
+        """The step batch of the last finished step, without its tensors."""
         return self.progress.last_batch
 
     @cached_property

@@ -19,10 +19,12 @@ from hwopt.memory.forecast.roofline import predict_time
 from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
+from hwopt.model.config import load_config
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import left_out
+from hwopt.tasks.registry import make_task
 
 CONTEXT_GIB = {"Turing": 0.14, "Volta": 0.4, "Ampere": 0.4, "Ada": 0.4}
 """Memory of CUDA's context and loaded kernels, outside torch's allocator, by architecture, with lazy loading.
@@ -91,7 +93,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
         trace, step = traced_step(plan, Shape(memory.rows, memory.width), lengths.head, cache)
     except NotTraceable:
         return memory
-    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan)
+    budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan) - waiting_bytes(plan, memory.rows)
     rows, eval_rows, width = memory.rows, lengths.eval_batch(plan), memory.width
     run = partial(run_at, plan, trace)
     most = plan.model.max_positions or MOST_LENGTH
@@ -137,13 +139,14 @@ def traced_step(plan: Plan, shape: Shape, head: Head, cache: Path | None) -> tup
 def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
     """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
+    waiting = waiting_bytes(plan, shape.rows)
     run = played_run(*run_at(plan, trace, shape.rows, lengths.eval_batch(plan), shape.width, step))
-    parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets}
+    parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),
-        peak_gib=(run.train.bytes + buckets) / GIB,
+        peak_gib=(run.train.bytes + buckets + waiting) / GIB,
         eval_peak_gib=(run.eval.bytes + buckets) / GIB,
-        reserved_gib=(run.reserved + buckets) / GIB,
+        reserved_gib=(run.reserved + buckets + waiting) / GIB,
         pool_gib=run.pool / GIB,
         time=predict_time(plan, trace.train, lengths.train),
     )
@@ -183,6 +186,19 @@ def bucket_bytes(plan: Plan) -> int:
     """Return the buffers that reduce gradients: a bucket and the library's copy of it, or the engine's own."""
     data_parallel = plan.world_size > 1 and plan.recipe.engine is None
     return int(plan.memory_spec.buffers) + (2 * BUCKET_BYTES if data_parallel else 0)
+
+
+def waiting_bytes(plan: Plan, rows: int) -> int:
+    """Return the images of a step that wait on the device while the first `rows` are trained: a step is copied as a whole.
+
+    Those of texts are too small to count.
+    """
+    if plan.context.task.inputs != "images":
+        return 0
+    model = plan.job.model
+    sample = make_task(plan.job).placeholder(plan.job, load_config(model.name, model.config, model.revision), 1)
+    more = max(0, -(-plan.batch.step // plan.world_size) - rows)
+    return more * sum(int(value.nbytes) for value in sample.values())
 
 
 def pool_that_yields(plan: Plan) -> bool:
