@@ -60,8 +60,22 @@ def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = 
     eval_peak = evaluating.step()
     Player(train, allocator, evaluating).steady_step()
     reserved = allocator.reserved
-    pool = 0 if pooled is None else max(0, reserved_beside_pool(train, evaluation, pooled) - reserved)
-    return PlayedRun(peak, eval_peak, reserved + pool, pool)
+    if pooled is None:
+        return PlayedRun(peak, eval_peak, reserved)
+    pool = max(0, reserved_beside_pool(train, evaluation, pooled) - reserved)
+    kept = sum(int(pooled.sizes[number]) for number in summed_gradients(pooled))
+    parts = eval_peak.parts | {"gradients": eval_peak.parts["gradients"] + kept}
+    return PlayedRun(peak, Peak(eval_peak.bytes + kept, parts), reserved + pool, pool)
+
+
+def summed_gradients(step: Timeline) -> list[int]:
+    """Return the storages of the gradients that the micro-batches of a step add to; none if it has one micro-batch.
+
+    Graphs hold their addresses, so they stay allocated between the steps.
+    """
+    first = step.events[step.before : step.phases[0]]
+    numbers = first[first > 0] - 1
+    return [int(number) for number in numbers[step.kinds[numbers] == KINDS.index("gradients")]]
 
 
 def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline) -> int:
