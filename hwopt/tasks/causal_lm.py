@@ -87,9 +87,9 @@ class CausalLM(Task):
         if chat := chat_columns(names, None):
             if len(chat) == 1:
                 return Recognised({"messages": chat[0]}, chat, f"column {chat[0]!r} holds conversations", 1, chat=True)
-            if "text" not in names:
+            if "text" not in names or "input" in names:  # `text` then has both, and the prompt would be trained too
                 why = "columns 'instruction' and 'output' hold conversations (Alpaca)"
-                return Recognised({}, tuple(chat), why, 1, chat=True)
+                return Recognised({"messages": chat[0]} if "text" in names else {}, tuple(chat), why, 1, chat=True)
         if pair := prompt_columns(table):
             why = f"columns {pair[0]!r} and {pair[1]!r} are prompts with completions"
             keys = {"prompt": pair[0], "completion": pair[1]}

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+ALPACA = ("instruction", "output")
+EXTRAS = ("input", "history", "tools", "functions", "system", "chat_template_kwargs")
+"""Columns that are read beside those of the conversations."""
+
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -38,8 +42,10 @@ SHAREGPT_ROLES = {
 }
 """The name of the speaker in ShareGPT's format -> role."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TRAIN_MARKS = ("weight", "train", "training")
-"""Keys of a message that say whether it is trained: OpenAI's (0 or 1), and those of axolotl."""
+CALLS = "function_call"
+"""The speaker of a tool call in ShareGPT's format, and the former key for one in OpenAI's."""
+TRAIN_MARKS = ("weight", "train", "training", "loss")
+"""Keys of a message that say whether it is trained: OpenAI's (0 or 1), those of axolotl, and that of ms-swift."""
 
 
 class BadConversation(Exception):
@@ -78,8 +84,8 @@ class Conversation:
 def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
     """Those of the columns `names` that hold conversations; empty if none do. `column`: the one that the job names."""
     if column is not None:
-        return (column,)
-    known = (("messages",), ("conversations",), ("instruction", "output"))
+        return ALPACA if column == ALPACA[0] and set(ALPACA) <= set(names) else (column,)
+    known = (("messages",), ("conversations",), ALPACA)
     return next((columns for columns in known if set(columns) <= set(names)), ())
 
 
@@ -109,7 +115,7 @@ def _read(
     from hwopt.data.sources.tables import find_column
 
     values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    extras = [name for name in ("input", "history", "tools", "system", "chat_template_kwargs") if name in rows.table.column_names]
+    extras = [name for name in EXTRAS if name in rows.table.column_names]
     values |= {name: values_of(rows.table[name], name, rows) for name in extras}
     found: list[Conversation | None] = []
     for row in range(rows.table.num_rows):
@@ -126,7 +132,7 @@ def _read(
 def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
     """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
     if column == "instruction":
-        messages = alpaca_messages({**cells, "output": "-"}, ("instruction", "output"))[:-1]
+        messages = alpaca_messages({**cells, "output": "-"}, ALPACA)[:-1]
         return Conversation(messages, switches=switches_of(cells))
     found = listed_messages(cells, column)
     messages = found.messages[:-1] if found.messages[-1]["role"] == "assistant" else found.messages
@@ -157,7 +163,7 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
 
 def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     """The messages and tools in the cells of one row. Raises BadConversation."""
-    value, tools = cells[column], cells.get("tools")
+    value, tools = cells[column], cells.get("tools") or cells.get("functions")
     value = parsed(value, f"{column!r}") if isinstance(value, str) else value
     tools = parsed(tools, "'tools'") if isinstance(tools, str) and tools.strip() else tools or None
     if not isinstance(value, list) or not value:
@@ -166,7 +172,7 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
     untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
-    used = [without_nulls(tool) for tool in tools] if tools else None
+    used = [as_function(without_nulls(tool)) for tool in tools] if tools else None
     return Conversation(messages, used, tuple(untrained), switches=switches_of(cells))
 
 
@@ -204,7 +210,14 @@ def message_of(value: Any, number: int) -> Message:
     message = without_nulls(value)
     if "from" in message and "role" not in message:
         speaker = str(message.pop("from"))
-        message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), "content": message.pop("value", ""), **message}
+        value = message.pop("value", "")
+        if speaker == CALLS and isinstance(value, str):
+            value, message = "", message | {"tool_calls": parsed(value, f"message {number}")}
+        message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), "content": value, **message}
+    if CALLS in message:
+        message["tool_calls"] = message.pop(CALLS)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [with_arguments(call, number) for call in (calls if isinstance(calls, list) else [calls])]
     role = message.get("role")
     if role not in ROLES:
         raise BadConversation(f"message {number} has the role {truncate(role)}; expected one of {', '.join(ROLES)}")
@@ -221,6 +234,24 @@ def message_of(value: Any, number: int) -> Message:
         if name in message:
             message["weight"] = is_trained(message.pop(name), f"message {number}: {name}")
     return {**message, "content": content}
+
+
+def as_function(described: Any) -> Any:
+    """A tool, or a tool call, as templates expect it: {"type": "function", "function": …}. ShareGPT has the inner part alone."""
+    plain = isinstance(described, dict) and "name" in described and "function" not in described and "type" not in described
+    return {"type": "function", "function": described} if plain else described
+
+
+def with_arguments(call: Any, number: int) -> Any:
+    """A tool call whose arguments are an object: OpenAI's files have them as JSON text. Raises BadConversation."""
+    if not isinstance(call, dict):
+        raise BadConversation(f"message {number} has a tool call that is not an object: {truncate(call)}")
+    call = as_function(call)
+    inner = call.get("function", call)
+    if isinstance(inner, dict) and isinstance(text := inner.get("arguments"), str):
+        arguments = parsed(text, f"message {number}: arguments") if text.strip() else {}
+        inner = {**inner, "arguments": arguments if isinstance(arguments, dict) else text}
+    return {**call, "function": inner} if "function" in call else inner
 
 
 def is_trained(mark: Any, what: str) -> bool:

@@ -112,6 +112,37 @@ def test_switches_of_the_template_come_from_the_data(switches: Any, tokenizer: A
     assert chat.key != conversation_of(cells, ("messages",)).key
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "function_call", "value": '[{"name": "add", "arguments": {"a": 1}}]'},
+    ],
+    ids=["openai", "function_call", "text", "sharegpt", "sharegpt-list"],
+)
+def test_tool_calls_of_all_formats_are_those_that_templates_expect(answer: dict[str, Any]) -> None:
+    """Otherwise an empty answer is trained, or a call as plain text, or arguments as a text inside a text."""
+    tools = json.dumps([{"name": "add", "parameters": {}}])
+    cells = {"messages": [{"role": "user", "content": "?"}, answer], "tools": tools}
+    found = conversation_of(cells, ("messages",))
+    assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert found.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("value", ["add", '{"name": "add", "arguments": "{"}'])
+def test_tool_call_that_is_not_json_is_refused(value: str) -> None:
+    with pytest.raises(BadConversation, match="message 2.* not valid JSON"):
+        conversation_of(
+            {"messages": [{"role": "user", "content": "?"}, {"from": "function_call", "value": value}]}, ("messages",)
+        )
+
+
 def test_alpaca_input_is_part_of_the_question() -> None:
     cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
     assert conversation_of(cells, ("instruction", "output")).messages == [
