@@ -35,6 +35,8 @@ def keep_products() -> Any:
     aten = torch.ops.aten
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     kernels = [getattr(aten, f"_scaled_dot_product_{name}").default for name in attention]
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # the product with a 4-bit weight of bitsandbytes 0.50
+        kernels.append(torch.ops.bitsandbytes.gemm_4bit.default)
     return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, *kernels])
 
 

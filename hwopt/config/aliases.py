@@ -41,8 +41,9 @@ SYNONYMS = {
         "text_column": "text_column_name dataset_text_field",
         "label_column": "label_column_name",
         "use_cpu": "no_cuda",
-        "lora_r": "LoraConfig.r",
-        "lora_target_modules": "LoraConfig.target_modules",
+        "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+        "lora_r": "LoraConfig.r get_peft_model.r",
+        "lora_target_modules": "LoraConfig.target_modules get_peft_model.target_modules",
     }.items()
     for name in others.split()
 }

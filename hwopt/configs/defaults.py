@@ -34,6 +34,7 @@ LLAMA_FACTORY: Defaults = {"per_device_train_batch_size": 8, "max_length": 2048}
 LORA_CONFIG: Defaults = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": "default"}
 MODEL_CONFIG: Defaults = {"lora_dropout": 0.05, "lora_target_modules": "default"}
 """TRL's ModelConfig, which its command line reads; its rank and alpha are hwopt's."""
+ONCE_QUANTIZED: Defaults = {"bnb_4bit_use_double_quant": False}
 SAME = {
     "per_device_train_batch_size": ("effective_batch_size",),
     "num_train_epochs": ("max_steps",),
@@ -56,6 +57,8 @@ def defaults_of(view: View) -> Iterator[tuple[str, Defaults]]:
             yield "SFTConfig", SFT_CONFIG
         elif view.source.calls or "output_dir" in view:
             yield "TrainingArguments", TRAINING_ARGUMENTS
+        if view.is_on("load_in_4bit"):
+            yield ("BitsAndBytesConfig" if view.source.calls else "ModelConfig"), ONCE_QUANTIZED
         if adapter:
             yield ("LoraConfig", LORA_CONFIG) if view.source.calls else ("ModelConfig", MODEL_CONFIG)
 

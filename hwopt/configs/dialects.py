@@ -16,6 +16,7 @@ from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
 
+NOTHING = (None, "none", "None", False)
 IS_OFF = {False: ignored("is off")}
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 
@@ -49,7 +50,8 @@ def min_rate(view: View, entry: Entry) -> None:
 def causal_lm(view: View) -> None:
     """Set the task that axolotl has unless the file says another."""
     model = view.settings.get("model_name_or_path")
-    if model is not None and not {"rl", "reward_model"} & view.source.top:
+    given = {entry.path[0] for entry in view.source.entries if entry.value not in NOTHING}
+    if model is not None and not {"rl", "reward_model"} & given:
         view.imply("task", "causal-lm", model)
 
 
@@ -135,6 +137,7 @@ LLAMA_FACTORY = Dialect(
         "max_samples": "max_train_samples",
         "lora_rank": "lora_r",
         "additional_target": "modules_to_save",
+        "pissa_init": ("init_lora_weights", {True: "pissa", False: None}),
         "lora_target": ("lora_target_modules", {"all": "all-linear"}),
         "enable_liger_kernel": "use_liger_kernel",
         "double_quantization": "bnb_4bit_use_double_quant",
@@ -158,9 +161,6 @@ LLAMA_FACTORY = Dialect(
     "a key of LLaMA-Factory without a counterpart",
     arguments=True,
 )
-
-
-NOTHING = (None, "none", "None", False)
 
 
 def offload(what: str, by: str = "") -> Special:

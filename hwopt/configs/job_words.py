@@ -116,6 +116,12 @@ def evaluation_split(view: View, word: str, value: Any) -> JobValue | Omitted:
     return ("data", "eval_split"), value
 
 
+def template(view: View, word: str, value: Any) -> JobValue | Omitted:
+    if str(value).endswith((".jinja", ".j2", ".jinja2", ".txt")):
+        return ("data", "chat_template"), value
+    return without(f"the template of another tokenizer: save that of {value!r} as a file, for data.chat_template")
+
+
 def roles(view: View, word: str, value: Any) -> JobValue | Omitted:
     answers = set(value if isinstance(value, list) else [value]) <= {"assistant", "gpt", "model"}
     return ignored(ANSWERS) if answers else without(ANSWERS)
@@ -127,6 +133,7 @@ BY_FUNCTION: Mapping[str, Callable[[View, str, Any], JobValue | Omitted]] = {
     **dict.fromkeys(("max_steps", "num_train_epochs"), length),
     "eval_fraction": fraction,
     "dataset_test_split": evaluation_split,
+    "chat_template_path": template,
     "roles_to_train": roles,
 }
 

@@ -77,7 +77,7 @@ class Script:
         self.nodes = nodes = list(ast.walk(tree))
         found = [node for node in nodes if isinstance(node, ast.Call)]
         self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
-        self.has_lora = any(called(call) == "LoraConfig" for call in found)
+        self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in found)
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.values: dict[str, ast.expr] = {}
@@ -104,16 +104,16 @@ class Script:
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""
-        return [arguments, *(call for call in self.calls if called(call) in PARTS or loads_model(call))]
+        return [arguments, *(call for call in self.calls if called(call) in PARTS or loads_model(call) or adds_adapter(call))]
 
     def entries(self, call: ast.Call) -> Iterator[Entry]:
         """The arguments of `call`; those of other calls than the main one with its name in front."""
         name = called(call)
         above = () if ARGUMENTS.fullmatch(name) else (name,)
-        if name == "LoraConfig":
+        if name == "LoraConfig" or adds_adapter(call):
             yield Entry(("use_peft",), True, call.lineno)
         first = "model_name_or_path" if name == "from_pretrained" else "output_dir"
-        for argument in call.args[: name not in PARTS]:
+        for argument in call.args[: name not in PARTS and not adds_adapter(call)]:
             yield from self.entry((*above, first), argument, argument.lineno)
         for keyword in call.keywords:
             for word, value, line in self.given(keyword.arg, keyword.value, keyword.lineno):
@@ -174,6 +174,11 @@ class Script:
                     yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
                 case ast.Call() if "peft" in called(node).lower() and not self.has_lora:
                     yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
+
+
+def adds_adapter(call: ast.Call) -> bool:
+    """Whether it is Unsloth's `get_peft_model`, which takes the arguments of LoraConfig; PEFT's takes a LoraConfig."""
+    return called(call) == "get_peft_model" and any(keyword.arg == "r" for keyword in call.keywords)
 
 
 def loads_model(call: ast.Call) -> bool:

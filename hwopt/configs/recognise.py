@@ -76,6 +76,9 @@ def hwopt_tool(source: SourceFile) -> Tool:
 
 SFT_WORDS = {"dataset_text_field", "assistant_only_loss", "completion_only_loss", "packing", "eval_packing"}
 """Arguments that only TRL's SFTConfig has: the file trains a causal language model."""
+TRL_WORDS = SFT_WORDS | {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eos_token", "chat_template_path"}
+TRL_WORDS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
+"""Further ones of the files that TRL's command line reads."""
 
 
 def trainer_view(source: SourceFile, recognised_by: str) -> View:
@@ -91,7 +94,8 @@ def trainer_view(source: SourceFile, recognised_by: str) -> View:
             view.add("group_by_length", entry, entry.value == "group_by_length")
         else:
             view.add(word, entry)
-    if source.entries and ("SFTConfig" in source.calls or SFT_WORDS & {entry.path[-1] for entry in source.entries}):
+    telling = SFT_WORDS if source.language == "Python" else TRL_WORDS
+    if source.entries and ("SFTConfig" in source.calls or telling & {entry.path[-1] for entry in source.entries}):
         first = source.entries[0]
         view.imply("task", "causal-lm", ConfigSetting(first.path, first.value, first.line, first.place))
     if {"dataset_test_split", "train_file"} <= view.settings.keys() and view.value("eval_strategy", "no") != "no":

@@ -17,6 +17,16 @@ from hwopt.configs.view import View
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 """LLaMA-Factory's name of a column -> the name that hwopt recognises."""
+TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
+}
+"""LLaMA-Factory's name of a word in messages -> the words that hwopt reads."""
 WORDS = {"split": "dataset_train_split", "num_samples": "max_train_samples"}
 NAMES = "columns that hwopt does not recognise under these names; data.prompt and data.completion name a pair without input"
 
@@ -51,6 +61,13 @@ def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
             view.add(WORDS[key], part)
         elif key == "columns" and known.get("formatting") == "sharegpt":
             view.add("messages_column", part, value.get("messages", "conversations"))
+            for each, column in value.items():
+                if each != "messages" and column != each:
+                    view.leave(replace(part, path=(*part.path, each), value=column), f"rename the column to {each!r}")
+        elif key == "tags":
+            for each, tag in value.items():
+                if tag not in TAGS.get(each, ()):
+                    view.leave(replace(part, path=(*part.path, each), value=tag), "rename it to a word of ShareGPT or OpenAI")
         elif key == "columns" and any(ALPACA_COLUMNS.get(each) != column for each, column in value.items()):
             if value.keys() == {"prompt", "response"}:
                 view.add("prompt_column", part, value["prompt"])

@@ -63,7 +63,7 @@ def translate(view: View, registry: Registry) -> Translation:
     """Return the settings of `view` in hwopt's words."""
     found = Translation(view)
     add_defaults(view)
-    found.left += count_in_tokens(view)
+    found.left += count_in_tokens(view) + without_adapter(view)
     options = Options(registry)
     schedule = {word: view.value(word) for word in ("lr_scheduler_type", SCHEDULE_OPTIONS) if word in view}
     for setting in view.settings.values():
@@ -105,6 +105,17 @@ def count_in_tokens(view: View) -> list[ConfigSetting]:
     reason = f"counts packed rows: effective_tokens = {tokens} has the tokens of a step"
     words = ("gradient_accumulation_steps", "effective_batch_size")
     return [view.settings.pop(word).left(reason, "other") for word in words if word in view]
+
+
+def without_adapter(view: View) -> list[ConfigSetting]:
+    """The settings of an adapter in a `view` that asks for none: the tool does not read them. They are taken out."""
+    unknown = any(each.word == "use_peft" or each.key == "use_peft" for each in view.unread_as("interpolation"))
+    by_default = view.tool == "llama-factory" and "finetuning_type" not in view.source.top
+    if view.is_on("use_peft") or view.is_hwopt or unknown or by_default:
+        return []
+    plugin = plugin_aliases()["use_peft"].split(".")[1]
+    words = [word for word in view.settings if plugin_aliases().get(word, "").split(".")[1:2] == [plugin]]
+    return [view.settings.pop(word).left("no adapter is asked for, so it has no effect", "other") for word in words]
 
 
 def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:

@@ -124,7 +124,7 @@ ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
 """Every word."""
 SCHEDULE_OPTIONS = "lr_scheduler_kwargs"
 """The word with the options of the schedule, of which a file may give each by itself."""
-FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1", "unsloth"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 LEADING_NUMBER = re.compile(r"\s*[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?")
 
 

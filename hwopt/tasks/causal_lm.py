@@ -27,6 +27,7 @@ from hwopt.tasks.preparation import Encoding, token_store
 from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, spans_of
 from hwopt.tasks.recognition import Recognised
+from hwopt.text import listing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,6 +93,8 @@ class CausalLM(Task):
                 return Recognised({"messages": chat[0]} if "text" in names else {}, tuple(chat), why, 1, chat=True)
         if pair := prompt_columns(table):
             why = f"columns {pair[0]!r} and {pair[1]!r} are prompts with completions"
+            if lost := [name for name in ("context", "input", "system") if name in names and name not in pair]:
+                why += f"; {listing(list(map(repr, lost)))} beside them is not read: put it into the prompt if it belongs there"
             keys = {"prompt": pair[0], "completion": pair[1]}
             return Recognised(keys, pair, why, 1, chat=holds_messages(table, pair[0]))
         if texts := text_of(table, None):

@@ -10,7 +10,7 @@ import pytest
 from hwopt.configs.check.checker import check_file
 from hwopt.configs.check.facts import Given
 from hwopt.configs.python_file import from_python
-from hwopt.configs.recognise import view_of
+from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.view import View
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
@@ -104,6 +104,25 @@ def test_unknown_keywords_and_an_adapter_of_the_script_silence_rules_about_absen
     path.write_text("from peft import get_peft_model\n" + path.read_text())
     assert "quantized-training" not in {each.rule for each in check_file(path, Given(), INPUTS).findings}
     assert view("TrainingArguments('out', **options, fp16=True)").unread[0].key == "**"
+
+
+UNSLOTH = """
+from trl import SFTTrainer
+from transformers import TrainingArguments
+from unsloth import FastLanguageModel
+model, tokenizer = FastLanguageModel.from_pretrained("m", load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=32, use_gradient_checkpointing="unsloth")
+trainer = SFTTrainer(model, tokenizer=tokenizer, args=TrainingArguments("out"))
+"""
+
+
+def test_script_of_unsloth_has_an_adapter_and_its_own_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(UNSLOTH)
+    assert "refused-keyword" not in {each.rule for each in check_file(path, Given(), INPUTS).findings}
+    found = view_of(read_source(path), INPUTS)
+    assert (found.value("lora_r"), found.value("lora_alpha"), found.is_on("use_peft")) == (8, 32, True)
+    assert found.is_on("gradient_checkpointing")
 
 
 def test_script_is_checked_as_a_file_of_arguments(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optim: paged_adamw_8bit": {"plugins.optimizer.name": "paged_adamw_8bit"},
     "attn_implementation: eager": {"plugins.sdpa.prefer": ["eager"]},
     "attn_implementation: sdpa": {"plugins.sdpa.enabled": True},
-    "peft_use_rslora: true\nlora_modules_to_save: [lm_head]\nsequence_len: 64": {
+    "adapter: lora\npeft_use_rslora: true\nlora_modules_to_save: [lm_head]\nsequence_len: 64": {
+        "plugins.adapter.enabled": True,
+        "plugins.adapter.always": True,
         "plugins.adapter.use_rslora": True,
         "plugins.adapter.modules_to_save": ["lm_head"],
         "data.max_length": 64,
@@ -70,8 +72,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data.eval_split": "y",
         "data.eval": "a/b",
         "data.eos_token": "<e>",
+        "task.kind": "causal-lm",
     },
-    "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b"},
+    "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b", "task.kind": "causal-lm"},
+    "lora_r: 16\ndataset_name: a/b": {"data.train": "a/b"},
+    "finetuning_type: full\nlora_rank: 8\ndataset: a": {"data.train": "a"},
+    "base_model: m\nadapter:\nlora_r: 8\nrl:": {"model.name": "m", "task.kind": "causal-lm"},
+    "use_peft: true\nload_in_4bit: true\nchat_template_path: a.jinja": {
+        "plugins.adapter.enabled": True,
+        "plugins.adapter.always": True,
+        "plugins.quantize.bits": 4,
+        "data.chat_template": "a.jinja",
+        "task.kind": "causal-lm",
+    },
     "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
@@ -99,6 +112,7 @@ def test_setting_becomes_an_option_or_a_key_of_the_job(text: str) -> None:
 
 
 NO_EQUIVALENT = {
+    "chat_template_path: Qwen/Qwen3-0.6B\nfp16: true": "save that of 'Qwen/Qwen3-0.6B' as a file",
     "optim: adafactor": "plugins.optimizer.name",
     "lr_scheduler_type: reduce_lr_on_plateau": "lr_scheduler_type",
     "fp16_opt_level: O3": "has no such value",
@@ -160,6 +174,25 @@ def test_packed_rows_are_trained_in_as_many_steps_as_before(name: str, tmp_path:
     packed = pack_dataset(Dataset.from_dict({"input_ids": [[0] * length for length in lengths]}), 256)
     assert len(lengths) / plan.batch.step == pytest.approx(len(packed) / (2 * 4), rel=0.03)
     assert plan.batch.train == 2
+
+
+def test_quantization_that_a_tool_does_once_stays_so() -> None:
+    found = {each.key: each.value for each in translated("use_peft: true\nload_in_4bit: true\n").taken}
+    assert found["plugins", "quantize", "double"] is False
+    found = {each.key: each.value for each in translated("adapter: qlora\nload_in_4bit: true\nbase_model: m\n").taken}
+    assert ("plugins", "quantize", "double") not in found  # as in axolotl
+
+
+def test_columns_and_words_of_a_data_set_that_have_other_names_are_listed(tmp_path: Path) -> None:
+    known = {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "turns", "system": "sys", "tools": "tools"}}
+    known["tags"] = {"role_tag": "from", "user_tag": "me"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"name": known}))
+    (tmp_path / "f.yaml").write_text(f"stage: sft\ncutoff_len: 64\ndataset: name\ndataset_dir: {tmp_path}\n")
+    found = translate(view_of(read_source(tmp_path / "f.yaml"), INPUTS), INPUTS.registry)
+    listed = {each.key: each.reason for each in found.left}
+    assert listed["dataset.columns.system"] == "rename the column to 'system'"
+    assert "ShareGPT" in listed["dataset.tags.user_tag"]
+    assert "dataset.columns.tools" not in listed
 
 
 REGISTERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

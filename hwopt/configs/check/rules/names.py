@@ -48,7 +48,9 @@ def accepted(name: str) -> frozenset[str] | None:
 
 @rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
 def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
-    """A keyword of a script that the installed version of the class does not take."""
+    """A keyword of a script that the installed version of the class does not take. Unsloth replaces TRL's classes."""
+    if any(function.startswith("unsloth.") for function, _, _ in view.source.keywords):
+        return
     for function, name, line in view.source.keywords:
         taken = accepted(function)
         if taken is None or name in taken:
