@@ -87,6 +87,7 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
             assert predicted.reserved == pytest.approx(real.reserved, rel=0.05)
 
 
+FULL: dict[str, Any] = {"precision": {"dtype": "bf16", "level": "pure"}, "sdpa": {}} | FUSED
 QLORA: dict[str, Any] = {
     "adapter": {"kind": "lora", "always": True},
     "quantize": {},
@@ -98,9 +99,10 @@ QLORA: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tables", [QLORA | {"pack": {}}, QLORA], ids=["packed", "padded"])
+@pytest.mark.parametrize("tables", [QLORA | {"pack": {}}, QLORA, FULL], ids=["packed", "padded", "full"])
 def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], tmp_path: Path) -> None:
-    """The fp32 weights that were quantized leave free blocks, which no step can use, and the evaluation is larger than a step."""
+    """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of
+    two micro-batches makes gradients between its activations."""
     job = tiny_job(tmp_path / "data", "causal-lm", config=LLAMA | {"vocab_size": 128_000}, max_steps=2)
     rows = [json.dumps({"text": " ".join(["red"] * length)}) for length in (400, 100, 300, 200)]
     for name in ("train", "eval"):

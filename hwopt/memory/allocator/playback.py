@@ -8,7 +8,7 @@ played until it needs no more memory than before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +108,20 @@ def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline
     return own.reserved + common.reserved
 
 
+def added_gradients(step: Timeline, summed: Collection[int]) -> set[int]:
+    """Return the storages that the backward pass of `step` adds to the gradients `summed`."""
+    passes = int(step.ends[step.update - 1]) if step.update else 0
+    places = np.flatnonzero(np.isin(step.operands[:passes], list(summed)))
+    found = set()
+    for operation in np.unique(np.searchsorted(step.ends, places, side="right")).tolist():
+        begin = int(step.ends[operation - 1]) if operation else 0
+        operands = set(step.operands[begin : int(step.ends[operation])].tolist())
+        other = operands - set(summed)
+        if len(operands) == 2 and len(other) == 1:
+            found |= {number for number in other if number >= step.before}
+    return found
+
+
 class Player:
     """Plays one step again and again."""
 
@@ -119,6 +133,8 @@ class Player:
         self.state = set(np.flatnonzero(timeline.kinds[: timeline.before] == KINDS.index("optimizer_state")).tolist())
         self.update = int(timeline.phases[1]) - timeline.before
         """Place of the first event of the update in `events`."""
+        self.summed = frozenset(summed_gradients(timeline))
+        self.added = added_gradients(timeline, self.summed) if self.summed else set()
         self.live: dict[int, Block] = {}
         """Storage number -> its block."""
         self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
@@ -135,6 +151,7 @@ class Player:
 
     def step(self, state: State = "exists") -> Peak:
         """Play one step and return the peak of what is allocated."""
+        made = self.first_micro_batch(has_state=state == "exists") if self.summed else {}
         self.enter(has_state=state == "exists")
         allocator, live, sizes = self.allocator, self.live, self.sizes
         held = np.zeros(len(sizes))
@@ -146,7 +163,8 @@ class Player:
                 live |= {number: allocator.allocate(sizes[number]) for number in sorted(self.state) if sizes[number]}
             if event > 0:
                 if size := sizes[event - 1]:
-                    block = live[event - 1] = allocator.allocate(size)
+                    own = made.get(size) if event - 1 in self.summed else None
+                    block = live[event - 1] = own.pop(0) if own else allocator.allocate(size)
                     held[event - 1] = block.size
                     if allocator.allocated > most:
                         most, at = allocator.allocated, place + 1
@@ -156,6 +174,26 @@ class Player:
         numbers = np.abs(events) - 1
         by_kind = np.bincount(self.timeline.kinds[numbers], weights=np.sign(events) * held[numbers], minlength=len(KINDS))
         return Peak(most, {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+
+    def first_micro_batch(self, has_state: bool) -> dict[int, list[Block]]:
+        """Play both passes of a step's first micro-batch, and return the blocks of its gradients by size.
+
+        The trace is that of a later one, which adds to gradients that exist. The first one keeps what it would add. These blocks
+        lie between those of its activations, where the later ones need them.
+        """
+        self.enter(has_state)
+        made: defaultdict[int, list[Block]] = defaultdict(list)
+        for event in self.events[: self.update]:
+            number = abs(event) - 1
+            if event > 0:
+                if number not in self.summed and self.sizes[number]:
+                    self.live[number] = self.allocator.allocate(self.sizes[number])
+            elif (block := self.live.pop(number, None)) is not None:
+                if number in self.added:
+                    made[self.sizes[number]].append(block)
+                else:
+                    self.allocator.release(block)
+        return made
 
     def enter(self, has_state: bool = True) -> None:
         """Allocate the storages that exist before the step. Blocks that earlier steps left replace storages of the same size."""

@@ -59,6 +59,17 @@ def test_tensors_of_the_step_before_are_replaced() -> None:
     assert (found.train.bytes, found.reserved) == (200 * MIB, 200 * MIB)
 
 
+def test_first_micro_batch_makes_its_gradients_between_its_activations() -> None:
+    """Weights of 100 MiB, gradients of 30, activations of 200. It splits their block, and the next ones need another."""
+    kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "temporary")])
+    step = replace(timeline([100, 30, 200, 30], [2, 3, -3, 4, -4, -2], before=1), kinds=kinds, phases=np.array([3, 6]))
+    step = replace(step, operands=np.array([1, 3]), ends=np.array([2]), update=1)
+    evaluation = timeline([100], [], before=1)
+    assert played_run(step, evaluation).reserved == (100 + 200 + 200) * MIB
+    one_pass = replace(step, events=np.delete(step.events, 1), phases=np.array([2, 5]))  # without earlier gradients
+    assert played_run(one_pass, evaluation).reserved == (100 + 200) * MIB
+
+
 def test_cpu_reserves_nothing() -> None:
     found = played(timeline([20, 30], [1, -1, 2, -2], cached=False))
     assert found.train.bytes == found.reserved == 30 * MIB
