@@ -17,8 +17,10 @@ PROBED_ROWS = 8
 
 
 def probed_rows(batch: Batch, pad_id: int | None, pairs: bool = False) -> Batch:
-    """The first rows, or pairs, of `batch`. Every second row lacks its last third: rows of one length would hide what trimmed
-    columns change."""
+    """The first rows, or pairs, of `batch`, every second one without its last third.
+
+    Rows of one length would hide what trimmed columns change.
+    """
     few = first_rows(batch, PROBED_ROWS, pairs)
     ids, mask = few.get("input_ids"), few.get("attention_mask")
     if pad_id is None or not isinstance(ids, Tensor) or ids.ndim != 2 or mask is None or mask.shape != ids.shape:
@@ -46,8 +48,7 @@ def adds_up(whole: float, losses: Sequence[float], weights: Sequence[float], rou
 def laws_that_agree(
     loss_of: Callable[[dict[str, Any]], float], few: Batch, laws: Sequence[tuple[Law, bool]], rough: bool
 ) -> list[tuple[Law, bool]]:
-    """Those of `laws` that hold for the rows of `few`, the nearest one first; with each, whether the first column of a row
-    predicts nothing.
+    """Those of `laws` (law, whether the first column of a row predicts nothing) that hold for the rows of `few`, best first.
 
     All of them if `loss_of` draws random numbers, so that its results cannot be compared, or needs more memory than there is.
     """
