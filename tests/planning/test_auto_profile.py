@@ -86,7 +86,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
     ("hardware", "parent", "rows"),
     [
         (card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75), "t4_16gb", (32, 32)),
-        (card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5), "a100_40gb", (96, 128)),
+        (card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5), "a100_40gb", (64, 128)),
     ],
     ids=lambda value: value.name if isinstance(value, Hardware) else "",
 )

@@ -135,6 +135,8 @@ class Player:
         """Place of the first event of the update in `events`."""
         self.summed = frozenset(summed_gradients(timeline))
         self.added = added_gradients(timeline, self.summed) if self.summed else set()
+        if sorted(self.sizes[number] for number in self.summed) != sorted(self.sizes[number] for number in self.added):
+            self.summed, self.added = frozenset(), set()  # of an engine, which adds shards of them
         self.live: dict[int, Block] = {}
         """Storage number -> its block."""
         self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
