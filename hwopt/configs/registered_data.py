@@ -40,9 +40,10 @@ def folder_of(view: View) -> Path:
 def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
     """Set `word` to the file or the hub name of the data set `name`, and its columns; to `name` itself if none is registered."""
     folder = folder_of(view)
-    known: Any = None
-    with suppress(OSError, ValueError):
-        known = json.loads((folder / "dataset_info.json").read_text("utf-8")).get(name)
+    listed: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        listed = json.loads((folder / "dataset_info.json").read_text("utf-8"))
+    known = listed.get(name) if isinstance(listed, Mapping) else None
     if not isinstance(known, Mapping):
         view.add(word, entry, name)
         return
@@ -59,6 +60,8 @@ def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
         part = replace(entry, path=(*entry.path, key), value=value)
         if key in WORDS:
             view.add(WORDS[key], part)
+        elif key in ("columns", "tags") and not isinstance(value, Mapping):
+            view.leave(part, "expected names by their meaning")
         elif key == "columns" and known.get("formatting") == "sharegpt":
             view.add("messages_column", part, value.get("messages", "conversations"))
             for each, column in value.items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -251,7 +251,7 @@ class OwnTask(Task):
     def usage(self, where: str) -> str:
         return f"model.load_state_dict(safetensors.torch.load_file({where!r} + '/model.safetensors'))"
 
-    def _confirmed(self, additive: str | None) -> Any:
+    def _confirmed(self, additive: str | None) -> Law:
         """`additive`, compared with the losses of single rows. Raises InputError if it is missing or wrong."""
         refuse_other_laws(additive)
         dataset = self.train_store.dataset
@@ -286,7 +286,7 @@ class OwnTask(Task):
                 f"{', '.join(f'{law!r} ({MEANS[law]})' for law in MEANS)}.{seen} If it is none of them, such as a loss over "
                 "pairs of rows, a step cannot be split, and this loop cannot train it"
             )
-        law: Any = additive
+        law = cast("Law", additive)
         if law not in near:
             agree = f" {rows} rows of your data agree with {listing([repr(each) for each in near])}." if near else ""
             raise InputError(

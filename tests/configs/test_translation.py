@@ -207,6 +207,7 @@ REGISTERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"train": "DATA/a.json", "prompt": "q", "completion": "a"},
     ),
     "preferences": ({"file_name": "a.json", "ranking": True}, {}),
+    "damaged": ({"file_name": "a.json", "columns": ["q", "a"], "tags": 3}, {"train": "DATA/a.json"}),
     "unknown": ({}, {"train": "name"}),
 }
 

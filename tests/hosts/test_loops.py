@@ -250,12 +250,13 @@ def test_labels_of_a_model_inside_a_module_are_shifted_as_its_loss_shifts_them()
 
 def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
     batch = batches()[0]
+    values: Any = tuple(batch.values())
     with hwopt.session("cpu", model := bert(), rows=16, additive="sum", **SPLIT) as own:
         own.optimizer(model.parameters())
         with pytest.raises(InputError, match="additive = 'sum' is wrong for the first batch"):
             own.accumulate(batch, lambda inputs: model(**inputs).loss)
         with pytest.raises(InputError, match="a dict of tensors, got tuple"):
-            own.accumulate(tuple(batch.values()), lambda inputs: model(*inputs).loss)  # type: ignore[arg-type]
+            own.accumulate(values, lambda inputs: model(*inputs).loss)
     normed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     with pytest.raises(InputError, match="is a BatchNorm.*leave additive out"):
         hwopt.session("cpu", normed, rows=16, additive="rows")
