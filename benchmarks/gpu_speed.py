@@ -1,11 +1,14 @@
 """Steps a second of hwopt beside its peers and beside hand-written loops on one GPU, and its forecasts beside what was measured.
 
-    python benchmarks/gpu_speed.py [bert|bert16|lora|qlora ...] [--only REGEX] [--json FILE] [--small]
+    python benchmarks/gpu_speed.py [bert|bert16|lora|qlora ...] [--only REGEX] [--json FILE] [--steps N] [--small]
 
 Models have random weights, texts are drawn from a log-normal distribution of lengths: neither changes the speed. Each variant
 trains in a process of its own, forked from one that has imported torch and hwopt. `WARM` steps are left out (kernels are loaded,
 compiled, captured in them), the next ones are timed as a whole, from one wait for the device to the next. Tokens are real ones,
 without padding. The host's time is CPU time of the training thread. --small takes tiny models.
+
+Unsloth patches transformers when it is imported, so its process starts anew. It needs older packages than hwopt; put them before
+the others: PYTHONPATH=FOLDER python benchmarks/gpu_speed.py lora qlora --only Unsloth.
 
 bert: BERT-base, two classes, lengths with median 64, sigma .9, up to 512; 64 rows a step, bf16. bert16: 16 rows of up to 64.
 lora: a decoder with the shape of Llama 3.2 1B, LoRA of rank 16, lengths with median 150, up to 1,024, 32 rows a step.
@@ -27,14 +30,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WARM, TIMED = 12, 40
+WARM = 12
 LIMIT = 240
 """Seconds for one variant."""
 SHOWN = ("step_ms", "host_ms", "tokens_per_second", "allocated_gib", "reserved_gib", "whole_seconds")
@@ -51,6 +54,12 @@ class Work:
     kind: str = "causal-lm"
     lora: bool = False
     quantized: bool = False
+    timed: int = 40
+    """Steps after the warm ones."""
+
+    @property
+    def steps(self) -> int:
+        return WARM + self.timed
 
 
 BERT = {"model_type": "bert", "vocab_size": 30522}
@@ -110,7 +119,7 @@ def make(work: Work, folder: Path, small: bool) -> None:
         cls.from_config(settings, dtype=dtype).save_pretrained(folder / "model")
     drawn = random.Random(0)
     lines = []
-    for number in range(work.rows * (WARM + TIMED + 4)):
+    for number in range(work.rows * (work.steps + 4)):
         length = min(work.longest - 2, max(1, round(drawn.lognormvariate(math.log(work.median), 0.9))))
         text = " ".join(f"w{drawn.randrange(words - len(special))}" for _ in range(length))
         lines.append(json.dumps({"text": text} | ({"label": str(number % 2)} if work.kind == "text-classification" else {})))
@@ -152,8 +161,8 @@ class Collate:
 class Clock:
     """Times the steps after the warm ones; `step(tokens)` after each."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    def __init__(self, timed: int) -> None:
+        self.steps, self.timed = 0, timed
         self.began = self.first = self.host = 0.0
         self.seconds = self.tokens = None
 
@@ -165,7 +174,7 @@ class Clock:
         if self.steps == WARM:
             torch.cuda.synchronize()
             self.began, self.host, self.first = time.perf_counter(), time.thread_time(), tokens
-        if self.steps == WARM + TIMED:
+        if self.steps == WARM + self.timed:
             self.host = time.thread_time() - self.host
             torch.cuda.synchronize()
             self.seconds, self.tokens = time.perf_counter() - self.began, tokens - self.first
@@ -175,8 +184,8 @@ class Clock:
         import torch
 
         return {
-            "step_ms": 1e3 * self.seconds / TIMED,
-            "host_ms": 1e3 * self.host / TIMED,
+            "step_ms": 1e3 * self.seconds / self.timed,
+            "host_ms": 1e3 * self.host / self.timed,
             "tokens_per_second": self.tokens / self.seconds,
             "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
@@ -205,24 +214,34 @@ def with_lora(model: Any) -> Any:
 # ---- the variants: each returns a Clock, and what else it found
 
 
-def trainer(work: Work, folder: Path, hw: str = "", tuned: bool = False, compile: bool = False) -> tuple[Clock, dict[str, Any]]:
-    """transformers' Trainer as it is, tuned by hand, or with hwopt."""
-    import torch
-    from datasets import Dataset
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    import hwopt
-
-    clock, collate = Clock(), Collate(64 if compile else 8 if tuned else 1)
+def timer(clock: Clock, tokens: Any) -> Any:
+    """A callback of the Trainer that stops it after the timed steps. `tokens`: a shared number, of all tokens so far."""
+    from transformers import TrainerCallback
 
     class Timer(TrainerCallback):
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = clock.step(collate.tokens.value)
+            control.should_training_stop = clock.step(tokens.value)
+
+    return Timer()
+
+
+def trainer(
+    work: Work, folder: Path, hw: str = "", tuned: bool = False, compile: bool = False, liger: bool = False
+) -> tuple[Clock, dict[str, Any]]:
+    """transformers' Trainer as it is, tuned by hand, or with hwopt."""
+    import torch
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    import hwopt
+
+    clock, collate = Clock(work.timed), Collate(64 if compile else 8 if tuned else 1)
 
     steps = work.rows if tuned or hw else 8
     more: dict[str, Any] = {"bf16": True} if work.lora or hw or tuned else {}
     if tuned:
         more |= {"dataloader_num_workers": 4, "train_sampling_strategy": "group_by_length", "torch_compile": compile}
+        more |= {"use_liger_kernel": liger}
     if tuned or hw:
         torch.backends.cuda.matmul.allow_tf32 = True
     model = loaded(work, folder, "bfloat16" if work.lora else "float32")
@@ -230,14 +249,54 @@ def trainer(work: Work, folder: Path, hw: str = "", tuned: bool = False, compile
     more |= {"per_device_train_batch_size": steps, "gradient_accumulation_steps": work.rows // steps}
     arguments = TrainingArguments(
         str(folder / "out"), learning_rate=RATE,
-        max_steps=WARM + TIMED + 2, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000, **more,
+        max_steps=work.steps + 2, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000, **more,
     )  # fmt: skip
     run = own(
         model=with_lora(model) if work.lora else model, args=arguments, train_dataset=Dataset.from_list(encoded(work, folder)),
-        data_collator=collate, callbacks=[Timer()],
+        data_collator=collate, callbacks=[timer(clock, collate.tokens)],
     )  # fmt: skip
     run.train()
     return clock, {}
+
+
+class Counted:
+    """A collator that counts the tokens of its rows."""
+
+    def __init__(self, own: Any, tokens: Any) -> None:
+        self.own, self.tokens = own, tokens
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        self.tokens.value += sum(len(row["input_ids"]) for row in rows)
+        return self.own(rows)
+
+
+def unsloth(work: Work, folder: Path) -> tuple[Clock, dict[str, Any]]:
+    """Unsloth's FastLanguageModel and TRL's SFTTrainer as Unsloth's notebooks have them, without checkpointing."""
+    os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
+    FastLanguageModel = importlib.import_module("unsloth").FastLanguageModel  # before transformers
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder / "model"), max_seq_length=work.longest, load_in_4bit=work.quantized, dtype=torch.bfloat16,
+        local_files_only=True,
+    )  # fmt: skip
+    model = FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=32, lora_dropout=0, bias="none", use_gradient_checkpointing=False, random_state=0
+    )
+    clock, tokens = Clock(work.timed), multiprocessing.Value("q", 0)
+    texts = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    run = SFTTrainer(
+        model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(texts), callbacks=[timer(clock, tokens)],
+        args=SFTConfig(
+            str(folder / "out"), learning_rate=RATE, max_steps=work.steps + 2, report_to=[], save_strategy="no", bf16=True,
+            disable_tqdm=True, logging_steps=1000, per_device_train_batch_size=work.rows, max_length=work.longest,
+        ),
+    )  # fmt: skip
+    run.data_collator = Counted(run.data_collator, tokens)
+    run.train()
+    return clock, {"padding_free": run.padding_free}
 
 
 def by_hand(work: Work, folder: Path, parts: int = 1, compile: bool = False) -> tuple[Clock, dict[str, Any]]:
@@ -256,9 +315,9 @@ def by_hand(work: Work, folder: Path, parts: int = 1, compile: bool = False) -> 
     optimizer = torch.optim.AdamW(trained, lr=RATE, fused=True)
     rows = encoded(work, folder)
     random.Random(1).shuffle(rows)
-    collate, clock = Collate(8), Clock()
+    collate, clock = Collate(8), Clock(work.timed)
     batches = []
-    for begin in range(0, work.rows * (WARM + TIMED), work.rows):
+    for begin in range(0, work.rows * (work.steps), work.rows):
         step = sorted(rows[begin : begin + work.rows], key=lambda row: -len(row["input_ids"]))
         ends = list(accumulate(len(row["input_ids"]) for row in step))
         inner = [next(end for end, sum in enumerate(ends, 1) if sum * parts >= part * ends[-1]) for part in range(1, parts)]
@@ -296,7 +355,7 @@ def hwopt_run(work: Work, folder: Path, *more: str) -> tuple[Clock, dict[str, An
     given = {
         "model.name": folder / "model", "data.train": folder / "train.jsonl", "task.kind": work.kind,
         "data.max_length": work.longest,
-        "training.max_steps": WARM + TIMED + 2, "training.learning_rate": RATE, "training.logging_steps": 1000,
+        "training.max_steps": work.steps + 2, "training.learning_rate": RATE, "training.logging_steps": 1000,
         "plugins.batch.effective": work.rows, "plugins.batch.train": work.rows,
     }  # fmt: skip
     if work.lora:
@@ -311,7 +370,7 @@ def hwopt_run(work: Work, folder: Path, *more: str) -> tuple[Clock, dict[str, An
         "forecast_gib": memory.peak_gib, "forecast_reserved_gib": memory.reserved_gib, "tier": memory.tier, "decided": decided,
         "forecast_ms": [1e3 * seconds for seconds in memory.time.step] if memory.time else None,
     }  # fmt: skip
-    clock, seen, update = Clock(), [0], Loop.update
+    clock, seen, update = Clock(work.timed), [0], Loop.update
 
     def timed(loop: Loop, batch: Any) -> None:
         update(loop, batch)
@@ -331,7 +390,7 @@ GRAPHS = ("plugins.cuda_graphs.enabled=true", "plugins.cuda_graphs.tokens=0")  #
 COMPILE = ("plugins.compile.enabled=true",)
 PACK = ("plugins.pack.enabled=true", "plugins.length_batching.enabled=false")
 GROUPED = ("plugins.group_lengths.enabled=true",)
-HAND: dict[str, Variant] = {f"by hand, {n} part(s)": partial(by_hand, parts=n) for n in (1, 2)}
+HAND: dict[str, Variant] = {f"by hand, {n} part(s)": partial(by_hand, parts=n) for n in (1, 2, 4)}
 OWN: dict[str, Variant] = {"hwopt": hwopt_run}
 
 
@@ -352,6 +411,8 @@ COMPILED: dict[str, Variant] = {
     "by hand, compiled": partial(by_hand, parts=1, compile=True),
     "Trainer, tuned, compiled": partial(trainer, tuned=True, compile=True),
 }
+LIGER: dict[str, Variant] = {"Trainer, tuned, Liger": partial(trainer, tuned=True, liger=True)}
+UNSLOTH: dict[str, Variant] = {"Unsloth": unsloth}
 VARIANTS: dict[str, dict[str, Variant]] = {
     "bert": TRAINERS
     | COMPILED
@@ -362,23 +423,33 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     | OWN
     | with_sets(eager=EAGER, graphs=GRAPHS, compile=COMPILE)
     | {"by hand, compiled": COMPILED["by hand, compiled"]},
-    "lora": TRAINERS | HAND | OWN | with_sets(eager=EAGER, graphs=GRAPHS, compile=COMPILE, grouped=GROUPED, pack=PACK),
-    "qlora": {"Trainer, tuned": TRAINERS["Trainer, tuned"]} | HAND | OWN | with_sets(eager=EAGER, graphs=GRAPHS),
+    "lora": UNSLOTH
+    | TRAINERS
+    | LIGER
+    | HAND
+    | OWN
+    | with_sets(eager=EAGER, graphs=GRAPHS, compile=COMPILE, grouped=GROUPED, pack=PACK),
+    "qlora": UNSLOTH
+    | {"Trainer, tuned": TRAINERS["Trainer, tuned"]}
+    | LIGER
+    | HAND
+    | OWN
+    | with_sets(graphs=GRAPHS, grouped=GROUPED, pack=PACK),
 }
 
 
-def forked(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+def child(pipe: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        pipe.send(function(*arguments) or {})
+    except BaseException:
+        pipe.send({"error": traceback.format_exc()[-3000:]})
+
+
+def in_process(function: Callable[..., Any], *arguments: Any, method: str = "fork") -> dict[str, Any]:
     """The result of `function` in a child process, or its error. The parent must not have used the GPU."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
-
-    def child() -> None:
-        try:
-            theirs.send(function(*arguments) or {})
-        except BaseException:
-            theirs.send({"error": traceback.format_exc()[-3000:]})
-
-    process = context.Process(target=child)
+    process = context.Process(target=child, args=(theirs, function, *arguments))
     process.start()
     found = ours.recv() if ours.poll(LIMIT) else {"error": f"not done after {LIMIT} s"}
     process.join(10)
@@ -403,19 +474,22 @@ def main() -> None:
     arguments.add_argument("works", nargs="*", default=list(WORKS))
     arguments.add_argument("--only", default=".*", help="a regular expression for the names of variants")
     arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--steps", type=int, help="timed steps of each variant")
     arguments.add_argument("--small", action="store_true")
     options = arguments.parse_args()
     preload()
     for name in options.works:
         with tempfile.TemporaryDirectory() as place:
-            work, folder = WORKS[name], Path(place)
-            if made := forked(make, work, folder, options.small):
+            work, folder = replace(WORKS[name], timed=options.steps or WORKS[name].timed), Path(place)
+            if made := in_process(make, work, folder, options.small):
                 sys.exit(made["error"])
             for variant, function in VARIANTS[name].items():
                 if not re.fullmatch(options.only, variant):
                     continue
                 began = time.perf_counter()
-                row = {"work": name, "variant": variant} | forked(run, work, function, folder)
+                row = {"work": name, "variant": variant} | in_process(
+                    run, work, function, folder, method="spawn" if function is unsloth else "fork"
+                )
                 row["whole_seconds"] = time.perf_counter() - began
                 if options.json:
                     with open(options.json, "a", encoding="utf-8") as file:
