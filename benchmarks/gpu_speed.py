@@ -291,7 +291,8 @@ def unsloth(work: Work, folder: Path) -> tuple[Clock, dict[str, Any]]:
         model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(texts), callbacks=[timer(clock, tokens)],
         args=SFTConfig(
             str(folder / "out"), learning_rate=RATE, max_steps=work.steps + 2, report_to=[], save_strategy="no", bf16=True,
-            disable_tqdm=True, logging_steps=1000, per_device_train_batch_size=work.rows, max_length=work.longest,
+            disable_tqdm=True, logging_steps=1000, per_device_train_batch_size=work.rows,
+            gradient_accumulation_steps=1, max_length=work.longest,
         ),
     )  # fmt: skip
     run.data_collator = Counted(run.data_collator, tokens)
