@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of")
+KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of", "row_multiple")
 TRAIN_ROWS = 8
 """Rows of a micro-batch without a plugin."""
 ROUNDING = 0.1

@@ -36,6 +36,11 @@ def few_widths(limit: int) -> tuple[int, ...]:
     return (*widths[1:-1], limit)
 
 
+def few_rows(rows: int) -> int:
+    """The number of which the rows of a micro-batch are a multiple: a power of two near an eighth of `rows`, the most it has."""
+    return max(1, 1 << (rows // 8).bit_length() - 1) if rows >= 8 else 1
+
+
 def untried(context: hw.Context) -> str:
     """Why graphs are not for this card or task unless the user asks for them; "" if they are."""
     if context.hardware.amd:
@@ -53,10 +58,11 @@ def graphed_forward_backward(most: int, tokens: int, run: hw.RunView) -> Any:
 
 class CudaGraphs(hw.Plugin):
     name = "cuda_graphs"
-    stage = hw.Stage.LOOP
+    stage = hw.Stage.DATA
     effect = "rounding"
     aliases: ClassVar[Mapping[str, str]] = {"enable_cuda_graph": "enabled = true"}  # a word of DeepSpeed
     relations = hw.Relations(
+        after=("batch",),
         conflicts=(
             hw.Conflict(
                 field="engine", why="the engine runs code of its own in the backward pass, which a graph would leave out"
@@ -123,8 +129,17 @@ class CudaGraphs(hw.Plugin):
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         assert self.options.tokens != "auto", "probe() replaces it"
-        recipe.batch["widths"] = self.options.captured(recipe.batch.get("train", 1))  # none for images; others are not padded
+        rows = recipe.batch.get("train", 1)
+        if self.options.widths and self.host_bound(rows, context):
+            rows = recipe.batch["row_multiple"] = few_rows(rows)
+        recipe.batch["widths"] = self.options.captured(rows)  # none for images; others are not padded
         recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
+
+    def host_bound(self, rows: int, context: hw.Context) -> bool:
+        """Whether a micro-batch of so many mean rows of the data has a graph: then those by length get few shapes."""
+        assert self.options.tokens != "auto", "probe() replaces it"
+        mean = context.tokens_per_sample()
+        return not self.options.tokens or (mean is not None and rows * mean <= self.options.tokens)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         assert self.options.tokens != "auto", "probe() replaces it"

@@ -47,6 +47,7 @@ class LengthBatching(hw.Plugin):
     name = "length_batching"
     stage = hw.Stage.DATA
     effect = "rounding"
+    relations = hw.Relations(after=("cuda_graphs",))  # which tells if micro-batches are to have few shapes
 
     class Options(hw.PluginOptions):
         tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
@@ -73,7 +74,10 @@ class LengthBatching(hw.Plugin):
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         tokens = None if self.options.tokens == "auto" else self.options.tokens
         overhead, host, _ = self.price(context)
-        recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=overhead, host_tokens=host)
+        multiple = recipe.batch.get("row_multiple")
+        if multiple and self.options.overhead_tokens == "auto":  # a graph costs the host one launch
+            overhead, host = price_of(context).graph_tokens, 0
+        recipe.cut = partial(cut_by_length, tokens=tokens, overhead_tokens=overhead, host_tokens=host, multiple=multiple or 1)
 
     def price(self, context: hw.Context) -> tuple[int, int, str]:
         """(`overhead_tokens`, `host_tokens` of `cut_by_length` on this machine, the reason)."""

@@ -9,7 +9,7 @@ Cuts = list[tuple[int, int]]
 
 
 def cut_by_length(
-    lengths: Sequence[int], rows: int, *, tokens: int | None, overhead_tokens: int, host_tokens: int = 0
+    lengths: Sequence[int], rows: int, *, tokens: int | None, overhead_tokens: int, host_tokens: int = 0, multiple: int = 1
 ) -> list[list[int]]:
     """Groups of row indexes, longest rows first. Every row is in exactly one group.
 
@@ -18,6 +18,7 @@ def cut_by_length(
     overhead_tokens: the cost of one more group for the device, in tokens. host_tokens: tokens that the device computes while the
     host prepares a group. The time of a step, which is minimal, is the larger of padded tokens + groups x overhead_tokens and
     groups x host_tokens. It never exceeds the time of groups of `rows` rows in the given order.
+    multiple: each group has a multiple of so many rows, except one of the shortest rows, and those where the budget is smaller.
     """
     import numpy as np
 
@@ -26,7 +27,7 @@ def cut_by_length(
     if not widths:
         return []
     budget = tokens if tokens is not None else rows * widths[-1]
-    cuts = device_cuts(widths, budget, overhead_tokens)
+    cuts = device_cuts(widths, budget, overhead_tokens, multiple)
     if len(cuts) * host_tokens > device_tokens(widths, cuts, overhead_tokens):
         cuts = host_cuts(widths, budget, overhead_tokens, host_tokens, plain_cuts(widths, budget, rows), most=len(cuts))
     return [order[start:end].tolist() for start, end in cuts]
@@ -42,8 +43,8 @@ def first_start(end: int, width: int, budget: int) -> int:
     return end - max(1, min(end, budget // width))
 
 
-def device_cuts(widths: Sequence[int], budget: int, overhead: int) -> Cuts:
-    """The groups with the fewest `device_tokens`."""
+def device_cuts(widths: Sequence[int], budget: int, overhead: int, multiple: int) -> Cuts:
+    """The groups with the fewest `device_tokens`, of a multiple of so many rows each."""
     import numpy as np
 
     count = len(widths)
@@ -54,9 +55,12 @@ def device_cuts(widths: Sequence[int], budget: int, overhead: int) -> Cuts:
         width = widths[j - 1]
         first = first_start(j, width, budget)
         # the last group of the j shortest rows is first..j-1, or first+1..j-1, …
-        candidates = cost[first:j] - index[first:j] * width
+        allowed = index[first:j]
+        if multiple > 1 and (few := allowed[((j - allowed) % multiple == 0) | (allowed == 0)]).size:
+            allowed = few
+        candidates = cost[allowed] - allowed * width
         best = int(candidates.argmin())
-        starts[j] = first + best
+        starts[j] = int(allowed[best])
         cost[j] = candidates[best] + j * width + overhead
     cuts, end = [], count
     while end > 0:

@@ -24,7 +24,7 @@ CARD = described("a card", (8, 6), 24.0)
 def test_large_micro_batches_run_eagerly_by_the_forecast(tmp_path: Path) -> None:
     """Twice as many tokens on a card that computes them twice as fast; none where the weights alone take longer."""
     entry = entry_of("cuda_graphs", plan_for(tiny_profile(cuda_graphs={}), tiny_job(tmp_path), hardware=CARD))
-    price = Price(host_seconds=22e-3, device_seconds=2e-3, token_seconds=1e-6, basis="a card")
+    price = Price(host_seconds=22e-3, device_seconds=2e-3, token_seconds=1e-6, launches=1000, basis="a card")
     assert price.host_bound_tokens == pytest.approx(18_000, abs=1)
     assert replace(price, token_seconds=0.5e-6).host_bound_tokens == pytest.approx(36_000, abs=1)
     assert replace(price, device_seconds=20e-3).host_bound_tokens == 0
