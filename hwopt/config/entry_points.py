@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
 
 from hwopt.errors import PluginError
 from hwopt.text import truncate
@@ -18,6 +20,13 @@ def by_name(entries: Iterable[EntryPoint], what: str) -> dict[str, EntryPoint]:
         if first.value != entry.value:
             raise registered_twice(f"{what} {truncate(entry.name)}", origin(first), origin(entry))
     return found
+
+
+def install_command() -> str:
+    """The command that renews the metadata of hwopt, which a source folder does not renew itself."""
+    source = Path(__file__).parents[2]
+    editable = (source / "pyproject.toml").exists()
+    return f"pip install -e {shlex.quote(str(source))}" if editable else "pip install --force-reinstall hwopt"
 
 
 def registered_twice(what: str, first: str, again: str) -> PluginError:

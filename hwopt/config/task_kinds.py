@@ -10,7 +10,7 @@ from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
-from hwopt.config.entry_points import by_name, distribution_of
+from hwopt.config.entry_points import by_name, distribution_of, install_command
 from hwopt.errors import InputError, PluginError
 from hwopt.text import listing, nearest, truncate
 
@@ -44,7 +44,7 @@ def installed_tasks() -> Mapping[str, EntryPoint]:
     """Kind -> entry point, sorted by kind. Raises PluginError if two packages register the same kind."""
     found = by_name(metadata.entry_points(group=GROUP), "task")
     if not found:
-        raise PluginError("no task is installed: the metadata of hwopt is older than its code. Install hwopt again")
+        raise PluginError(f"no task is installed: the metadata of hwopt is older than its code. Run `{install_command()}`")
     return found
 
 

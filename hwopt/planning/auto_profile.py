@@ -28,9 +28,10 @@ class AutoProfile:
 def choose(hardware: Hardware, inputs: Inputs) -> AutoProfile:
     """The profile for `hardware`.
 
-    The card's own profile if one is installed: of several the one that extends none. Otherwise it is
+    The card's own profile if one is installed: of several the one that the others extend. Otherwise it is
     derived from the nearest by architecture, then by memory, among those that keep the training
     method; the memory planner chooses the sizes (`FitsMemory`).
+    Raises InputError if two profiles are for the card and neither extends the other.
     """
     if hardware.device_type == "cpu":
         if "cpu" not in inputs.files:
@@ -39,7 +40,8 @@ def choose(hardware: Hardware, inputs: Inputs) -> AutoProfile:
         return AutoProfile(cpu, f"no CUDA device was found; this machine computes on its CPU ({hardware.name})", cpu)
     profiles = [inputs.profile(name) for name in inputs.files]
     if own := [profile for profile in profiles if profile.card.describes(hardware)]:
-        best = max(own, key=lambda profile: (len(profile.card.name_in(hardware.name)), profile.content.extends is None))
+        longest = max(len(profile.card.name_in(hardware.name)) for profile in own)
+        best = inputs.only_one([each for each in own if len(each.card.name_in(hardware.name)) == longest], hardware.name)
         what = "is a laptop's version of" if is_laptop(hardware.name) else "is"
         return AutoProfile(best, f"{hardware.name} with {hardware.memory_gib:g} GiB {what} the card of {best.name}", best)
     return derive(hardware, [profile for profile in profiles if keeps_method(profile, inputs.registry)], inputs)

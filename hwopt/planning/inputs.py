@@ -46,18 +46,30 @@ class Inputs:
     def profile_of_card(self, card: str) -> Profile:
         """The profile called `card`, else that of the card whose name is most like it: "RTX 3070", "t4", "Tesla T4".
 
-        Raises InputError if there is none.
+        Raises InputError if there is none, or if there are two.
         """
         if card in self.files:
             return self.profile(card)
-        own = [profile for profile in map(self.profile, reversed(list(self.files))) if profile.content.extends is None]
-        cards = {match: profile for profile in own for match in profile.card.match}
+        own = [profile for profile in map(self.profile, self.files) if profile.content.extends is None]
+        cards = {match: [each for each in own if match in each.card.match] for profile in own for match in profile.card.match}
         plain = plain_name(card)
         found = [match for match in cards if plain and (plain in plain_name(match) or plain_name(match) in plain)]
         if not found:
             known = f"{nearest(card, cards)} There are: {listing(sorted(cards), 30)}"
             raise InputError(f"card {truncate(card)}: no profile describes it.{known}")
-        return cards[min(found, key=lambda match: abs(len(plain_name(match)) - len(plain)))]
+        match = min(found, key=lambda match: abs(len(plain_name(match)) - len(plain)))
+        return self.only_one(cards[match], match)
+
+    def only_one(self, profiles: Sequence[Profile], card: str) -> Profile:
+        """The one of the `profiles` of `card` that extends none of the others. Raises InputError if there are two."""
+        names = {profile.name for profile in profiles}
+        first, *others = [profile for profile in profiles if profile.content.extends not in names]
+        if others:
+            raise InputError(
+                f"profiles {first.name!r} and {others[0].name!r} are both for {card!r} ([card] match), and neither extends the "
+                f"other; name one of them, or change match in {others[0].document.name}"
+            )
+        return first
 
     def overridden(self, profile: Profile, assignments: Sequence[str], job: JobFile | None = None) -> Profile:
         """`profile` with the plugins of `job` and `--set plugins.…` on top."""

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from types import FunctionType
 from typing import TYPE_CHECKING, get_args
 
-from hwopt.config.entry_points import by_name, distribution_of
+from hwopt.config.entry_points import by_name, distribution_of, install_command
 from hwopt.errors import InputError, PluginError
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import listing, nearest, truncate
@@ -73,7 +73,8 @@ class Registry:
     def _load(self, entry_point: EntryPoint) -> type[Plugin]:
         distribution = distribution_of(entry_point)
         who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
-        with plugin_guard(who, "fix or uninstall the plugin. Its import"):
+        own = distribution.split()[0] == "hwopt"  # its module may have moved since hwopt was installed
+        with plugin_guard(who, f"{f'run `{install_command()}`' if own else 'fix or uninstall the plugin'}. Its import"):
             loaded = entry_point.load()
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded

@@ -10,6 +10,7 @@ import pytest
 
 from hwopt import api
 from hwopt.config.profile import Profile
+from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.memory.trace.tracer import NotTraceable
 from hwopt.planning.auto_profile import AutoProfile, choose
@@ -66,6 +67,22 @@ def test_profile_that_extends_another_one_is_found_by_its_own_card(tmp_path: Pat
     inputs.files = {**inputs.files, file.stem: file}
     assert choose(card("NVIDIA GeForce RTX 4080", (8, 9), 15.6), inputs).profile.name == file.stem
     assert choose(card("NVIDIA GeForce RTX 4090", (8, 9), 23.6), inputs).profile.name == "rtx4090_24gb"
+
+
+def test_two_profiles_of_one_card_are_refused_unless_one_extends_the_other(tmp_path: Path) -> None:
+    table = '[card]\nmatch = ["GeForce RTX 3070"]\nmemory_gib = 7.78\ncompute_capability = "8.6"\n'
+    inputs, file = Inputs(), tmp_path / "mine.toml"
+    inputs.files = {**inputs.files, file.stem: file}
+    file.write_text(f'name = "mine"\nextends = "rtx3070_8gb"\n{table}')
+    assert choose(card("NVIDIA GeForce RTX 3070", (8, 6), 7.78), inputs).profile.name == "rtx3070_8gb"
+    file.write_text(f'name = "mine"\n{table}')
+    inputs.read.cache_clear()
+    both = r"'rtx3070_8gb' and 'mine' are both for .*RTX 3070' .* name one of them, or change match in .*mine.toml"
+    with pytest.raises(InputError, match=both):
+        choose(card("NVIDIA GeForce RTX 3070", (8, 6), 7.78), inputs)
+    with pytest.raises(InputError, match=both):
+        inputs.profile_of_card("RTX 3070")
+    assert choose(card("NVIDIA GeForce RTX 3090", (8, 6), 23.7), inputs).profile.name == "rtx3090_24gb"
 
 
 @pytest.fixture

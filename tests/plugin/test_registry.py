@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -35,6 +36,12 @@ def test_plugin_that_cannot_be_imported_is_named(target: str) -> None:
     registry = Registry([EntryPoint("lost", target, PLUGIN_GROUP)])
     with pytest.raises(PluginError, match=f"'lost'.*cannot be imported.*{target}"):
         registry.plugin("lost")
+
+
+def test_built_in_whose_module_is_gone_says_how_to_renew_the_metadata() -> None:
+    entry = EntryPoint("lost", "hwopt_plugins.lost:Lost", PLUGIN_GROUP)._for(metadata.distribution("hwopt"))
+    with pytest.raises(PluginError, match=r"run `pip install -e /.*`\. Its import"):
+        Registry([entry]).plugin("lost")
 
 
 def test_duplicate_name_names_both_entry_points() -> None:
