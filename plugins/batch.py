@@ -25,6 +25,7 @@ from hwopt import plugin as hw
 from hwopt.errors import PluginError
 
 MOST_EVAL_RATIO = 4  # a larger evaluation batch may not fit although training does
+TRAIN_ROWS = hw.BatchSizes.of({}).train
 MAX_ROWS = 1_000_000  # a larger value is a typing error
 TOTALS = {"effective", "effective_tokens"}
 """Options that give the size of a step over all ranks."""
@@ -69,26 +70,15 @@ def larger_step(step: int, rows: int, factor: int) -> hw.Choice:
 
 def evaluation_for(rows: int, options: Batch.Options) -> dict[str, int]:
     """The option that keeps the evaluation batch of `options` for micro-batches of `rows`, as far as it is not much larger."""
-    evaluation = sizes_of(options).eval
+    evaluation = sizes_of(options).eval_rows()
     if evaluation > MOST_EVAL_RATIO * rows:
         return {"eval": MOST_EVAL_RATIO * rows}
     return {} if options.eval else {"eval": evaluation}
 
 
-def settings_of(options: Batch.Options) -> dict[str, int]:
-    """The keys of `recipe.batch`. No option is "auto" any more."""
-    given = {
-        "train": options.train,
-        "eval": options.eval,
-        "accumulation": (options.gradient_accumulation_steps or 1) if options.effective is None else None,
-        "effective": options.effective,
-    }
-    return {key: value for key, value in given.items() if isinstance(value, int)}
-
-
 def sizes_of(options: Batch.Options) -> hw.BatchSizes:
     """The sizes that `options` ask for on one rank. No option is "auto" any more."""
-    return hw.BatchSizes.of(settings_of(options))
+    return hw.BatchSizes.of(options.model_dump(exclude_none=True))
 
 
 class Batch(hw.Plugin):
@@ -106,7 +96,7 @@ class Batch(hw.Plugin):
 
     class Options(hw.PluginOptions):
         train: Annotated[Rows | Literal["auto"], hw.FitsMemory()] = Field(
-            default=8, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
+            default=TRAIN_ROWS, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
         )
         eval: Annotated[Rows | Literal["auto"] | None, hw.FitsMemory()] = Field(
             default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
@@ -139,7 +129,7 @@ class Batch(hw.Plugin):
             merged = {**below, **above}
             if above.keys() & {*TOTALS, "gradient_accumulation_steps"}:
                 return {key: value for key, value in merged.items() if key in above or key not in TOTALS}
-            train, steps = below.get("train", 8), below.get("gradient_accumulation_steps", 1)
+            train, steps = below.get("train", TRAIN_ROWS), below.get("gradient_accumulation_steps", 1)
             whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
             if whole and not below.keys() & TOTALS and above.get("train", train) != train:
                 merged.pop("gradient_accumulation_steps", None)
@@ -185,7 +175,7 @@ class Batch(hw.Plugin):
         ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
         return hw.Decision.apply(
             f"{step_rows} rows per step{instead}{ranks}: {steps} micro-batch{'es' if steps > 1 else ''} of up to "
-            f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval} rows in evaluation"
+            f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval_rows()} rows in evaluation"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:
@@ -198,15 +188,14 @@ class Batch(hw.Plugin):
         return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
-        settings = settings_of(self.options)
-        recipe.batch.update({"train": settings["train"], "eval": sizes_of(self.options).eval} | settings)
+        recipe.batch.update(self.options.model_dump(exclude_none=True))  # each option is a key of the same name
 
     @classmethod
     def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """The rows of a micro-batch, with the same rows per step; more rows per step; the rows of an evaluation batch."""
         if options is None:
             return []
-        step, evaluation = sizes_of(options).step, sizes_of(options).eval
+        step, evaluation = sizes_of(options).step, sizes_of(options).eval_rows()
         share = micro_batches(step, 1, context.world_size)
         present = min(options.train, share)
         sizes = sorted({ceil(share / number) for number in candidate_rows(share)} | {present})

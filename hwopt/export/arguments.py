@@ -209,7 +209,7 @@ def training_words(plan: Plan, fields: Iterable[str], chat: bool = False) -> Ite
         values["warmup_steps"] = values.pop("warmup_ratio")  # a share of the steps since transformers 5
     values |= {STEPS[word]: "steps" for word in STEPS if word in values}
     if plan.job.data.eval is not None:
-        values |= {"per_device_eval_batch_size": plan.batch.eval}
+        values |= {"per_device_eval_batch_size": plan.batch.eval_rows(plan.job.data.max_length or 1)}
         values.setdefault("eval_strategy", "epoch")
     if smoothing := plan.job.task.label_smoothing:
         values["label_smoothing_factor"] = smoothing

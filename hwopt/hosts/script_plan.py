@@ -139,7 +139,7 @@ def plan_for(
     )
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
         most = script.micro_rows or script.rows
-        plan = replace(plan, batch=replace(plan.batch, train=most, eval=script.eval_rows, step=script.rows))
+        plan = replace(plan, batch=replace(plan.batch.evaluating(script.eval_rows), train=most, step=script.rows))
     return ScriptPlan(plan, (*why, *wins, *more))
 
 

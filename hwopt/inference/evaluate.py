@@ -52,16 +52,16 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     prepared = Prepared(store, None, loaded.trained.tokenizer, loaded.trained.label_names or None)
     prepared.report_bad_rows(rows)
     metrics = task.metrics(prepared, loaded.device)
-    rows_a_batch = options.batch_size or loaded.settings.batch
+    batch_sizes = options.batch(loaded.settings)
     collate = task.collate()(
         cut_in_order,
-        max_rows=rows_a_batch,
+        max_rows=batch_sizes.eval_rows(),
         pad_id=getattr(loaded.trained.tokenizer, "pad_token_id", None) or 0,
-        widths=Widths((), loaded.settings.pad_to_multiple_of),
+        widths=Widths((), batch_sizes.pad_to_multiple_of),
     )
     dataset = StepDataset(store, collate)
     forward, backoff = Forward(loaded.model, task.loss, metrics), options.backoff()
-    for step in EvalSampler(store.lengths, store.counts, rows_a_batch):
+    for step in EvalSampler(store.lengths, store.counts, batch_sizes.eval_rows):
         batch = dataset[step].to(loaded.device)
         with loaded.inference():
             add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hwopt.data.batches.samplers import eval_batches
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -21,6 +22,7 @@ from hwopt.errors import DataError, InputError
 from hwopt.inference.output import free_names, refuse_table_output, replacing
 from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
+from hwopt.plugin import BatchSizes
 from hwopt.tasks.predictors import Generation, ModelInput, TextPredictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
@@ -66,15 +68,15 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
     loaded = load_trained_model(found, cache)
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
-    rows_a_batch, backoff = options.batch_size or loaded.settings.batch, options.backoff()
-    window = predictor.window_batches * rows_a_batch
+    sizes, backoff = options.batch(loaded.settings), options.backoff()
+    window = predictor.window_batches * sizes.eval_rows()
     count = rows.table.num_rows
     if generation is not None:
         torch.manual_seed(generation.seed)
     with replacing(output, {names[name]: kind for name, kind in predictor.columns.items()}) as writer:
         for start in range(0, count, window):
             stop = min(start + window, count)
-            results = predict_window(loaded, predictor, rows_a_batch, backoff, rows, inputs, range(start, stop))
+            results = predict_window(loaded, predictor, sizes, backoff, rows, inputs, range(start, stop))
             columns = zip(*results, strict=True)
             originals = {
                 name: {row - start: value for row, value in values.items() if start <= row < stop}
@@ -117,7 +119,7 @@ def usable_rows(rows: Rows, window: range) -> list[int]:
 def predict_window(
     loaded: TrainedModel,
     predictor: TextPredictor,
-    rows_a_batch: int,
+    sizes: BatchSizes,
     backoff: OomBackoff,
     rows: Rows,
     inputs: Sequence[Any],
@@ -133,8 +135,8 @@ def predict_window(
             encoded[row] = found
     results: dict[int, tuple[Any, ...]] = {}
     longest_first = sorted(encoded, key=lambda row: -predictor.length(encoded[row]))
-    for start in range(0, len(longest_first), rows_a_batch):
-        part = longest_first[start : start + rows_a_batch]
+    for place in eval_batches([predictor.length(encoded[row]) for row in longest_first], sizes.eval_rows):
+        part = longest_first[place]
         results.update(zip(part, predict_batch(loaded, predictor, [encoded[row] for row in part], backoff), strict=True))
     nothing = (None,) * len(predictor.columns)
     return [results.get(row, nothing) for row in window]
@@ -150,7 +152,7 @@ def predict_batch(
     def work(rung: int, first_row: int) -> Iterator[int]:
         size = ceil(rows / 2**rung)
         for begin in range(first_row, rows, size):
-            inputs = predictor.batch(batch[begin : begin + size], loaded.settings.pad_to_multiple_of)
+            inputs = predictor.batch(batch[begin : begin + size], loaded.settings.batch.pad_to_multiple_of)
             with loaded.inference():
                 results.extend(predictor.predict({key: tensor.to(loaded.device) for key, tensor in inputs.items()}))
             yield len(results)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
+from hwopt.plugin import BatchSizes
 from hwopt.tasks.predictors import Generation
 from hwopt.training.run import Run
 
@@ -27,9 +28,7 @@ class InferenceSettings:
     """Of matrix products under autocast; None: the dtype of the weights."""
     attention: str | None = None
     """attn_implementation of transformers; None: its default."""
-    batch: int = 8
-    """Rows of an evaluation batch."""
-    pad_to_multiple_of: int = 1
+    batch: BatchSizes = field(default_factory=lambda: BatchSizes.of({}))
     labels: tuple[str, ...] | None = None
     """The name of each label number; None if labels are tokens."""
 
@@ -43,8 +42,7 @@ def settings_of(run: Run) -> InferenceSettings:
     return InferenceSettings(
         dtype=HALF.get(str(computes_in)),
         attention=getattr(getattr(run.inner_model, "config", None), "_attn_implementation", None),
-        batch=run.batch.eval,
-        pad_to_multiple_of=run.batch.pad_to_multiple_of,
+        batch=run.batch,
         labels=run.prepared.label_names,
     )
 
@@ -53,7 +51,8 @@ def read_settings(folder: Path) -> InferenceSettings:
     """The settings in plan.json of a run folder. Raises InputError without them."""
     try:
         found = json.loads((folder / "plan.json").read_text(encoding="utf-8"))[KEY]
-        return InferenceSettings(**found | {"labels": None if found["labels"] is None else tuple(found["labels"])})
+        labels = None if found["labels"] is None else tuple(found["labels"])
+        return InferenceSettings(**found | {"labels": labels, "batch": BatchSizes(**found["batch"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}: has no readable plan.json, which `hwopt run` wrote. Give the whole run folder") from error
 
@@ -74,6 +73,10 @@ class InferenceOptions:
     """Gets messages for the user."""
     progress: Callable[[int, int], None] = lambda done, rows: None
     """Gets the rows that are done, and all rows."""
+
+    def batch(self, settings: InferenceSettings) -> BatchSizes:
+        """The sizes with which a run with these `settings` is evaluated."""
+        return settings.batch if self.batch_size is None else settings.batch.evaluating(self.batch_size)
 
     def backoff(self) -> OomBackoff:
         """What makes batches smaller that do not fit into the device's memory."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-KEYS = ("train", "eval", "accumulation", "effective", "widths", "pad_to_multiple_of", "row_multiple")
+KEYS = ("train", "eval", "gradient_accumulation_steps", "effective", "widths", "pad_to_multiple_of", "row_multiple")
 TRAIN_ROWS = 8
 """Rows of a micro-batch without a plugin."""
 ROUNDING = 0.1
@@ -16,7 +16,10 @@ ROUNDING = 0.1
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows per micro-batch (`train`), per evaluation batch, and per optimizer step over all ranks (`step`)."""
+    """Rows per micro-batch (`train`) and per optimizer step over all ranks (`step`), and what limits an evaluation batch.
+
+    Ask `eval_rows` for the rows of an evaluation batch: `eval` is the most, whatever else limits them.
+    """
 
     train: int
     eval: int
@@ -29,6 +32,14 @@ class BatchSizes:
         """Micro-batches per optimizer step on each rank."""
         return ceil(self.step / (self.train * world_size))
 
+    def eval_rows(self, longest: int = 1) -> int:
+        """The most rows of an evaluation batch on one rank whose longest sample has `longest` tokens."""
+        return self.eval
+
+    def evaluating(self, rows: int) -> BatchSizes:
+        """These sizes with up to `rows` rows in an evaluation batch, however long."""
+        return replace(self, eval=rows)
+
     @classmethod
     def of(cls, settings: Mapping[str, Any], world_size: int = 1, memory: float = 1.0) -> BatchSizes:
         """The sizes of `settings`, with the keys KEYS, where `memory` is the fraction of the memory that they were chosen for.
@@ -37,7 +48,7 @@ class BatchSizes:
         """
         train = int(settings.get("train", TRAIN_ROWS))
         evaluation = int(settings.get("eval", 2 * train))
-        step = int(settings.get("effective", train * int(settings.get("accumulation", 1))))
+        step = int(settings.get("effective", train * int(settings.get("gradient_accumulation_steps", 1))))
         if memory < 1:
             train, evaluation = (max(1, int(rows * memory + ROUNDING)) for rows in (train, evaluation))
         return cls(

@@ -69,7 +69,7 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     count = f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
     say(console, "model", f"{plan.model.architecture}, {count} parameters ({plan.job.model.label})")
     sizes, world = plan.batch, plan.world_size
-    micro = f"micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval}"
+    micro = f"micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval_rows()}"
     say(console, "batch", f"{sizes.step} rows a step{f' on {world} ranks' if world > 1 else ''}, {micro}")
     if shares_of(plan.job.data.train):
         say(console, "mixture", f"{described(plan.job.data.train)} of the samples of an epoch")

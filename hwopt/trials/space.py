@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,4 +163,4 @@ def what_runs(plan: Plan) -> str:
     applied = {entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()}
     for options in applied.values():
         options.pop("fallback", None)
-    return json.dumps([applied, [plan.batch.train, plan.batch.eval, plan.batch.step]], sort_keys=True)
+    return json.dumps([applied, asdict(plan.batch)], sort_keys=True)

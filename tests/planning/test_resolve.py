@@ -81,7 +81,8 @@ def golden_text(profile: str) -> str:
         lines += [f"note: {note}" for note in plan.notes]
         sizes = plan.batch
         lines.append(
-            f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval}, widths {list(sizes.widths)}"
+            f"batch: {sizes.step} = {sizes.train} x {sizes.accumulation(1)}, eval {sizes.eval_rows()}, "
+            f"widths {list(sizes.widths)}"
         )
         for entry in plan.entries:
             # without defaults: a new option does not change the golden plans

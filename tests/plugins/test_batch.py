@@ -9,7 +9,7 @@ from plugin_cases import Cases, Mutation
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe, verify
+from hwopt.plugin import BatchSizes, Context, Recipe, verify
 from hwopt.testing import tiny_job
 from hwopt_plugins.batch import Batch
 
@@ -21,7 +21,8 @@ def context(world_size=1):
 def written(**options):
     recipe = Recipe()
     Batch(Batch.Options(**options)).apply(recipe, context())
-    return dict(recipe.batch)
+    sizes = BatchSizes.of(recipe.batch)
+    return sizes.train, sizes.eval_rows(), sizes.step
 
 
 def step(rows, sizes):
@@ -29,9 +30,9 @@ def step(rows, sizes):
 
 
 def test_batch_sizes_are_written_to_the_recipe():
-    assert written(train=64, eval=100, gradient_accumulation_steps=2) == {"train": 64, "eval": 100, "accumulation": 2}
-    assert written(train=12) == {"train": 12, "eval": 24, "accumulation": 1}
-    assert written(train=12, effective=128) == {"train": 12, "eval": 24, "effective": 128}
+    assert written(train=64, eval=100, gradient_accumulation_steps=2) == (64, 100, 128)
+    assert written(train=12) == (12, 24, 12)
+    assert written(train=12, effective=128) == (12, 24, 128)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_every_micro_batch_keeps_the_rows_of_a_step(table: dict[str, int], tmp_p
         plan = space.plan((*start[:number], choice, *start[number + 1 :]))
         assert plan is not None, dimension.described(choice)
         assert plan.batch.step == space.start.batch.step
-        assert plan.batch.eval <= max(4 * plan.batch.train, space.start.batch.eval)
+        assert plan.batch.eval_rows() <= max(4 * plan.batch.train, space.start.batch.eval_rows())
         rows.append(plan.batch.train)
     assert rows == sorted(set(rows))
     assert rows[dimension.scale.present] == space.start.batch.train

@@ -47,10 +47,10 @@ class Lengths:
     def head(self) -> Head:
         return Head(self.labels, self.new_tokens)
 
-    def eval_batch(self, plan: Plan) -> int:
-        """The rows of the largest evaluation batch on one rank."""
-        most = plan.batch.eval if self.eval_rows is None else -(-self.eval_rows // plan.world_size)
-        return min(plan.batch.eval, most)
+    def eval_batch(self, plan: Plan, width: int) -> int:
+        """The rows of the largest evaluation batch on one rank, whose longest sample has `width` tokens."""
+        most = plan.batch.eval_rows(width)
+        return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:

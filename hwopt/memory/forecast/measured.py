@@ -96,7 +96,7 @@ def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
     if plan.hardware.source == "described":
         raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
     training = measure(plan, Shape(memory.rows, memory.width), head)
-    evaluation = measure(plan, Shape(plan.batch.eval, memory.width), head, "eval")
+    evaluation = measure(plan, Shape(plan.batch.eval_rows(memory.width), memory.width), head, "eval")
     peak = training.peak / GIB
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(

@@ -94,16 +94,17 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     except NotTraceable:
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan) - waiting_bytes(plan, memory.rows)
-    rows, eval_rows, width = memory.rows, lengths.eval_batch(plan), memory.width
+    rows, width = memory.rows, memory.width
+    eval_batch = partial(lengths.eval_batch, plan)
     run = partial(run_at, plan, trace)
     most = plan.model.max_positions or MOST_LENGTH
     longest = None
     if not trace.fixed_width and plan.context.task.inputs != "images":
-        longest = largest_played(lambda width: run(rows, eval_rows, width), budget, most)
+        longest = largest_played(lambda width: run(rows, eval_batch(width), width), budget, most)
     return replace(
         memory,
-        largest_train=largest_played(lambda rows: run(rows, eval_rows, width), budget),
-        largest_eval=largest_played(lambda rows: run(memory.rows, rows, width, step), budget),
+        largest_train=largest_played(lambda rows: run(rows, eval_batch(width), width), budget),
+        largest_eval=largest_played(lambda most: run(rows, most, width, step), budget),
         largest_max_length=longest,
     )
 
@@ -140,7 +141,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step
     """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
     waiting = waiting_bytes(plan, shape.rows)
-    run = played_run(*run_at(plan, trace, shape.rows, lengths.eval_batch(plan), shape.width, step))
+    run = played_run(*run_at(plan, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, step))
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),

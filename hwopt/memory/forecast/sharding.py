@@ -99,7 +99,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     trace = trace_of(plan, memory, cache)
     steps = None
     if trace is not None:
-        eval_rows = lengths_of(plan, cache).eval_batch(plan)
+        eval_rows = lengths_of(plan, cache).eval_batch(plan, memory.width)
         steps = trace.train.at(memory.rows, memory.width), trace.eval.at(eval_rows, memory.width)
     spec, micro_batches = plan.memory_spec, plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)

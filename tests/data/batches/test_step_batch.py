@@ -49,7 +49,7 @@ def test_evaluation_counts_every_sample_once_longest_first(lengths: list[int], r
     seen: list[int] = []
     steps_of_ranks = set()
     for rank in range(world):
-        sampled = EvalSampler(array, array, rows, rank, world)
+        sampled = EvalSampler(array, array, lambda longest: rows, rank, world)
         steps = list(sampled)
         assert len(steps) == len(sampled)
         steps_of_ranks.add(len(steps))

@@ -1,0 +1,25 @@
+"""BatchSizes: rows of an evaluation batch are asked for in one way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hwopt
+from hwopt.plugin import BatchSizes
+
+
+def test_rows_of_an_evaluation_batch() -> None:
+    sizes = BatchSizes.of({"train": 12, "effective": 100})
+    assert (sizes.eval_rows(), sizes.eval_rows(10_000)) == (24, 24)
+    other = sizes.evaluating(3)
+    assert (other.eval_rows(10_000), other.train, other.step) == (3, 12, 100)
+
+
+def test_only_batch_sizes_reads_its_field_eval() -> None:
+    """Another limit of an evaluation batch is then a change of `BatchSizes.eval_rows` alone."""
+    root = Path(hwopt.__file__).parents[1]
+    files = [path for folder in ("hwopt", "plugins") for path in (root / folder).rglob("*.py")]
+    assert len(files) > 300
+    readers = [str(path) for path in files if re.search(r"(batch|sizes(_of\(.*?\))?)\.eval\b", path.read_text(encoding="utf-8"))]
+    assert not readers
