@@ -61,7 +61,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     )
     dataset = StepDataset(store, collate)
     forward, backoff = Forward(loaded.model, task.loss, metrics), options.backoff()
-    for step in EvalSampler(store.lengths, store.counts, batch_sizes.eval_rows):
+    for step in EvalSampler(store.lengths, store.counts, batch_sizes.eval_rows, collate.width):
         batch = dataset[step].to(loaded.device)
         with loaded.inference():
             add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hwopt.data.batches.samplers import eval_batches
+from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -135,7 +136,8 @@ def predict_window(
             encoded[row] = found
     results: dict[int, tuple[Any, ...]] = {}
     longest_first = sorted(encoded, key=lambda row: -predictor.length(encoded[row]))
-    for place in eval_batches([predictor.length(encoded[row]) for row in longest_first], sizes.eval_rows):
+    lengths = [predictor.length(encoded[row]) for row in longest_first]
+    for place in eval_batches(lengths, sizes.eval_rows, Widths(multiple=sizes.pad_to_multiple_of).of):
         part = longest_first[place]
         results.update(zip(part, predict_batch(loaded, predictor, [encoded[row] for row in part], backoff), strict=True))
     nothing = (None,) * len(predictor.columns)

@@ -32,8 +32,8 @@ class BatchSizes:
         """Micro-batches per optimizer step on each rank."""
         return ceil(self.step / (self.train * world_size))
 
-    def eval_rows(self, longest: int = 1) -> int:
-        """The most rows of an evaluation batch on one rank whose longest sample has `longest` tokens."""
+    def eval_rows(self, width: int = 1) -> int:
+        """The most rows of an evaluation batch on one rank that is padded to `width` tokens; without it of any."""
         return self.eval
 
     def evaluating(self, rows: int) -> BatchSizes:

@@ -50,7 +50,7 @@ def build_loaders(run: Run) -> None:
 def evaluation_loader(run: Run, store: Store) -> DataLoader[StepBatch]:
     """A loader of every sample of `store` once, over all ranks."""
     collate = default_collate(run)(cut=cut_in_order, max_rows=run.batch.eval_rows())
-    sampler = EvalSampler(store.lengths, store.counts, run.batch.eval_rows, run.rank, run.world_size)
+    sampler = EvalSampler(store.lengths, store.counts, run.batch.eval_rows, collate.width, run.rank, run.world_size)
     return make_loader(run, StepDataset(store, collate), sampler)
 
 

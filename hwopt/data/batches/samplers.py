@@ -67,16 +67,18 @@ class StepSampler:
         return Step(0, 0, tuple(int(i) for i in order), self.counts[order].sum().item())
 
 
-def eval_batches(lengths: Sequence[int] | np.ndarray, rows: Callable[[int], int], world_size: int = 1) -> Iterator[slice]:
-    """The parts of `lengths` (tokens, longest first) that all ranks evaluate together, with `rows` as in EvalSampler.
+def eval_batches(
+    lengths: Sequence[int] | np.ndarray, rows: Callable[[int], int], width: Callable[[int], int] = int, world_size: int = 1
+) -> Iterator[slice]:
+    """The parts of `lengths` (tokens, longest first) that all ranks evaluate together, with `rows` and `width` as in EvalSampler.
 
     No part has more tokens than the first, so a run that evaluates the first before training needs no more memory later.
     """
     start, most = 0, 0
     while start < len(lengths):
-        longest = max(1, int(lengths[start]))
-        most = most or rows(longest) * longest
-        stop = start + max(1, min(rows(longest), most // longest)) * world_size
+        tokens = max(1, width(int(lengths[start])))
+        most = most or rows(tokens) * tokens
+        stop = start + max(1, min(rows(tokens), most // tokens)) * world_size
         yield slice(start, stop)
         start = stop
 
@@ -91,16 +93,18 @@ class EvalSampler:
     lengths: np.ndarray
     counts: np.ndarray
     rows: Callable[[int], int]
-    """Tokens of the longest sample of a batch -> the most rows of the batch on one rank."""
+    """Width of a batch -> its most rows on one rank."""
+    width: Callable[[int], int] = int
+    """Tokens of the longest sample of a batch -> the width that it is padded to."""
     rank: int = 0
     world_size: int = 1
 
     def __len__(self) -> int:
-        return sum(1 for _ in eval_batches(-np.sort(-self.lengths), self.rows, self.world_size))
+        return sum(1 for _ in eval_batches(-np.sort(-self.lengths), self.rows, self.width, self.world_size))
 
     def __iter__(self) -> Iterator[Step]:
         order = np.argsort(-self.lengths, kind="stable")
-        for index, place in enumerate(eval_batches(self.lengths[order], self.rows, self.world_size)):
+        for index, place in enumerate(eval_batches(self.lengths[order], self.rows, self.width, self.world_size)):
             share = order[place][self.rank :: self.world_size]
             weightless = len(share) == 0
             samples = tuple(int(i) for i in (order[-1:] if weightless else share))

@@ -48,7 +48,7 @@ class Lengths:
         return Head(self.labels, self.new_tokens)
 
     def eval_batch(self, plan: Plan, width: int) -> int:
-        """The rows of the largest evaluation batch on one rank, whose longest sample has `width` tokens."""
+        """The rows of the largest evaluation batch on one rank, which is padded to `width` tokens."""
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
