@@ -101,6 +101,9 @@ class Batch(hw.Plugin):
         eval: Annotated[Rows | Literal["auto"] | None, hw.FitsMemory()] = Field(
             default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
         )
+        eval_tokens: int | None = Field(
+            default=None, gt=0, description="Most tokens of an evaluation batch, as rows x the longest one; default no limit."
+        )
         gradient_accumulation_steps: Rows | None = Field(
             default=None, description="Micro-batches per optimizer step on one rank; default 1."
         )
@@ -124,9 +127,12 @@ class Batch(hw.Plugin):
         def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
             """`above` over `below`. If `above` changes only `train`, the step stays the same.
 
-            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`.
+            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`. `eval` overrides
+            `eval_tokens`.
             """
             merged = {**below, **above}
+            if "eval" in above and "eval_tokens" not in above:
+                merged.pop("eval_tokens", None)
             if above.keys() & {*TOTALS, "gradient_accumulation_steps"}:
                 return {key: value for key, value in merged.items() if key in above or key not in TOTALS}
             train, steps = below.get("train", TRAIN_ROWS), below.get("gradient_accumulation_steps", 1)
@@ -173,9 +179,10 @@ class Batch(hw.Plugin):
         overridden = effective is not None and self.options.gradient_accumulation_steps is not None
         instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if overridden else ""
         ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
+        tokens = f", {self.options.eval_tokens:,} tokens at most" if self.options.eval_tokens else ""
         return hw.Decision.apply(
             f"{step_rows} rows per step{instead}{ranks}: {steps} micro-batch{'es' if steps > 1 else ''} of up to "
-            f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval_rows()} rows in evaluation"
+            f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval_rows()} rows in evaluation{tokens}"
         )
 
     def candidates(self, world_size: int) -> list[Batch.Options]:

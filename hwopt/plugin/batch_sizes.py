@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-KEYS = ("train", "eval", "gradient_accumulation_steps", "effective", "widths", "pad_to_multiple_of", "row_multiple")
+KEYS = ("train", "eval", "eval_tokens", "gradient_accumulation_steps", "effective", "widths", "pad_to_multiple_of", "row_multiple")
 TRAIN_ROWS = 8
 """Rows of a micro-batch without a plugin."""
 ROUNDING = 0.1
@@ -24,6 +24,7 @@ class BatchSizes:
     train: int
     eval: int
     step: int
+    eval_tokens: int | None = None
     widths: tuple[int, ...] = ()
     """Fixed widths that micro-batches are padded to; empty: padded to the longest row."""
     pad_to_multiple_of: int = 1
@@ -34,11 +35,11 @@ class BatchSizes:
 
     def eval_rows(self, width: int = 1) -> int:
         """The most rows of an evaluation batch on one rank that is padded to `width` tokens; without it of any."""
-        return self.eval
+        return self.eval if self.eval_tokens is None else max(1, min(self.eval, self.eval_tokens // width))
 
     def evaluating(self, rows: int) -> BatchSizes:
         """These sizes with up to `rows` rows in an evaluation batch, however long."""
-        return replace(self, eval=rows)
+        return replace(self, eval=rows, eval_tokens=None)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], world_size: int = 1, memory: float = 1.0) -> BatchSizes:
@@ -49,12 +50,15 @@ class BatchSizes:
         train = int(settings.get("train", TRAIN_ROWS))
         evaluation = int(settings.get("eval", 2 * train))
         step = int(settings.get("effective", train * int(settings.get("gradient_accumulation_steps", 1))))
+        tokens = settings.get("eval_tokens")
         if memory < 1:
             train, evaluation = (max(1, int(rows * memory + ROUNDING)) for rows in (train, evaluation))
+            tokens = tokens and int(tokens * memory)
         return cls(
             train=min(train, ceil(step / world_size)),
             eval=evaluation,
             step=step,
+            eval_tokens=tokens,
             widths=tuple(settings.get("widths", ())),
             pad_to_multiple_of=int(settings.get("pad_to_multiple_of", 1)),
         )

@@ -10,7 +10,7 @@ from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import BatchSizes, Context, Recipe, verify
-from hwopt.testing import tiny_job
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.batch import Batch
 
 
@@ -63,6 +63,21 @@ def test_step_in_tokens_becomes_rows_and_gives_way_to_another_step(tmp_path):
     assert Batch.Options.merged(below, {"train": 2}) == {"train": 2, "effective_tokens": 1000}
     assert Batch.Options.merged(below, {"effective": 8}) == {"train": 4, "effective": 8}
     assert Batch.Options.merged({"effective": 8}, {"effective_tokens": 9}) == {"effective_tokens": 9}
+
+
+def test_tokens_limit_the_rows_of_an_evaluation_batch(tmp_path):
+    whole, limited = (
+        train_tiny(plan_for(tiny_profile(batch={"train": 4, "eval": 12} | limit), tiny_job(tmp_path)), tmp_path / str(len(limit)))
+        for limit in ({}, {"eval_tokens": 64})
+    )
+    sampler = limited.run.eval_loader.sampler
+    batches = [(len(step.samples), int(max(sampler.lengths[list(step.samples)]))) for step in sampler]
+    assert len(batches) > len(list(whole.run.eval_loader.sampler))
+    assert all(rows == 1 or rows * longest <= 64 for rows, longest in batches)
+    assert limited.rows[-1]["eval_loss"] == pytest.approx(whole.rows[-1]["eval_loss"], abs=1e-5)
+    assert Batch.Options.merged({"eval": 12, "eval_tokens": 64}, {"eval": 8}) == {"eval": 8}
+    smaller = BatchSizes.of({"eval": 12, "eval_tokens": 64}, memory=0.5)
+    assert [smaller.eval_rows(width) for width in (1, 8, 50)] == [6, 4, 1]
 
 
 def test_fewer_samples_than_ranks_are_refused():
