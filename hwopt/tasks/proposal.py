@@ -121,7 +121,7 @@ class Proposal:
             f"hwopt plan {file} --sample 1": "a training sample as the model sees it",
             f"hwopt plan {file} --profile {self.profile}": "what would run, and its memory",
             f"hwopt run {file} --profile {self.profile}": "train",
-            f"hwopt run {file} --profile {self.profile} --set plugins.NAME.enabled=true": "with one more of `hwopt plugins`",
+            "  --set plugins.NAME.enabled=true": "adds a plugin of `hwopt plugins`",
         }
         width = max(map(len, found))
         return [f"{command:<{width}}  # {what}" for command, what in found.items()]
