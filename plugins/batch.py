@@ -34,11 +34,6 @@ UNREAD_LENGTH = 512
 Rows = Annotated[int, Field(gt=0, le=MAX_ROWS)]
 
 
-def micro_batches(effective: int, train: int, world_size: int) -> int:
-    """The most micro-batches of up to `train` samples that a rank needs for its part of `effective` samples."""
-    return ceil(effective / (train * world_size))
-
-
 def candidate_rows(maximum: int) -> list[int]:
     """`maximum`, then the smaller of the sizes 1, 2, 3, 4, 6, 8, 12, 16, …, in descending order."""
     steps = {1 << power for power in range(20)} | {3 << power for power in range(19)}
@@ -127,12 +122,9 @@ class Batch(hw.Plugin):
         def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
             """`above` over `below`. If `above` changes only `train`, the step stays the same.
 
-            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`. `eval` overrides
-            `eval_tokens`.
+            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`.
             """
             merged = {**below, **above}
-            if "eval" in above and "eval_tokens" not in above:
-                merged.pop("eval_tokens", None)
             if above.keys() & {*TOTALS, "gradient_accumulation_steps"}:
                 return {key: value for key, value in merged.items() if key in above or key not in TOTALS}
             train, steps = below.get("train", TRAIN_ROWS), below.get("gradient_accumulation_steps", 1)
@@ -175,7 +167,7 @@ class Batch(hw.Plugin):
                 f"{source} = {step_rows} rows per step over all ranks leave some of {world} ranks without a row. "
                 f"Set plugins.batch.effective to at least {world} (--batch {world}); the rows per step are part of the training"
             )
-        steps = micro_batches(step_rows, train, world)
+        steps = sizes_of(self.options).accumulation(world)
         overridden = effective is not None and self.options.gradient_accumulation_steps is not None
         instead = f", instead of gradient_accumulation_steps = {self.options.gradient_accumulation_steps}" if overridden else ""
         ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
@@ -203,10 +195,10 @@ class Batch(hw.Plugin):
         if options is None:
             return []
         step, evaluation = sizes_of(options).step, sizes_of(options).eval_rows()
-        share = micro_batches(step, 1, context.world_size)
+        share = ceil(step / context.world_size)
         present = min(options.train, share)
         sizes = sorted({ceil(share / number) for number in candidate_rows(share)} | {present})
-        rows = [split(step, size, micro_batches(share, size, 1), options) for size in sizes]
+        rows = [split(step, size, ceil(share / size), options) for size in sizes]
         if present == share:  # one micro-batch holds all rows of a step
             rows += [larger_step(step, options.train, factor) for factor in (2, 4, 8, 16)]
         eighths = sorted({evaluation >> shift for shift in range(0, evaluation.bit_length(), 3)} | {1})

@@ -137,10 +137,10 @@ def plan_for(
         strict=strict,
         lacking=script.lacks,
     )
+    batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
-        most = script.micro_rows or script.rows
-        plan = replace(plan, batch=replace(plan.batch.evaluating(script.eval_rows), train=most, step=script.rows))
-    return ScriptPlan(plan, (*why, *wins, *more))
+        batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
+    return ScriptPlan(replace(plan, batch=batch), (*why, *wins, *more))
 
 
 def task_of(model: Any) -> str:

@@ -75,7 +75,6 @@ def test_tokens_limit_the_rows_of_an_evaluation_batch(tmp_path):
     assert len(batches) > len(list(whole.run.eval_loader.sampler))
     assert all(rows == 1 or rows * longest <= 64 for rows, longest in batches)
     assert limited.rows[-1]["eval_loss"] == pytest.approx(whole.rows[-1]["eval_loss"], abs=1e-5)
-    assert Batch.Options.merged({"eval": 12, "eval_tokens": 64}, {"eval": 8}) == {"eval": 8}
     smaller = BatchSizes.of({"eval": 12, "eval_tokens": 64}, memory=0.5)
     assert [smaller.eval_rows(width) for width in (1, 8, 50)] == [6, 4, 1]
 
