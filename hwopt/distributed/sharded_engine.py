@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 from hwopt.distributed.engine import Engine
 
 
-class ShardedEngine(Engine, ABC):
+class ShardedEngine(Engine):
     """An engine that shards the model over the ranks. The ranks communicate inside every micro-batch."""
 
     supports_retry = False
@@ -37,9 +36,20 @@ class ShardedEngine(Engine, ABC):
         local += [replace(smallest, loss_weight=0.0)] * (int(most) - len(local))
         return ((micro_batch, number == len(local)) for number, micro_batch in enumerate(local, start=1))
 
-    @abstractmethod
+    @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
-        """Name -> unsharded parameter in host memory, trained ones in fp32. Only the first rank has them. All ranks call it."""
+        """Name -> unsharded parameter in host memory, trained ones in fp32. Only the first rank has them. All ranks call it.
+
+        All names of a tied parameter share a copy.
+        """
+        copies: dict[str, Tensor] = {}
+        first_names: dict[int, str] = {}
+        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            value = self.unshard(parameter) if first == name else None
+            if self.run.is_main:
+                copies[name] = copies[first] if value is None else value.to("cpu", copy=True).contiguous()
+        return copies
 
     def exported(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         full = self.full_weights()

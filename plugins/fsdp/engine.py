@@ -81,22 +81,7 @@ class FsdpEngine(ShardedEngine):
 
     def full_weights(self) -> dict[str, Tensor]:
         self.reshard()
-        return self.on_first_rank(dict(self.run.inner_model.named_parameters(remove_duplicate=False)))
-
-    @torch.no_grad()
-    def on_first_rank(self, parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Name -> copy in host memory, on the first rank. All names of a tied parameter share a copy. All ranks call it."""
-        copies: dict[str, Tensor] = {}
-        names: dict[int, str] = {}
-        for name, parameter in parameters.items():
-            first = names.setdefault(id(parameter), name)
-            if first == name:
-                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-                if self.run.is_main:
-                    copies[name] = value.to("cpu", copy=True).contiguous()
-            elif self.run.is_main:
-                copies[name] = copies[first]
-        return copies
+        return super().full_weights()
 
     def unsharded_model(self) -> Any:
         model = super().unsharded_model()

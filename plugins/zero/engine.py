@@ -14,7 +14,6 @@ from hwopt.distributed.engine import new_cpu_group
 from hwopt.distributed.sharded_engine import ShardedEngine
 from hwopt.errors import NonFiniteError
 from hwopt.plugin import RunView
-from hwopt.tensor_tree import HostCopies
 
 
 class ZeroEngine(ShardedEngine):
@@ -91,14 +90,21 @@ class ZeroEngine(ShardedEngine):
         return sum(partition.numel() for partition in self.partitions()), whole
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         copies = {}
         for name, parameter in self.trained.items():
-            value = safe_get_full_fp32_param(parameter)  # communicates: every rank calls it
+            value = self.unshard(parameter)
             if self.run.is_main:
                 copies[name] = copy(value)
         return copies
+
+    def unshard(self, value: Any) -> Any:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if value.requires_grad:
+            return safe_get_full_fp32_param(value)
+        with GatheredParameters([value], enabled=hasattr(value, "ds_id")):
+            return value.detach().to("cpu", copy=True)
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         set_masters(self.trained, snapshot)
@@ -163,16 +169,6 @@ class ZeroEngine(ShardedEngine):
     def full_shape(self, parameter: Any) -> torch.Size:
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
-    def full_weights(self) -> dict[str, Tensor]:
-        masters = self.snapshot(HostCopies(temporary=True))
-        weights: dict[str, Tensor] = {}
-        first_names = {id(parameter): name for name, parameter in reversed(list(self.trained.items()))}
-        for name, parameter in self.run.inner_model.named_parameters(remove_duplicate=False):  # a tied one has several names
-            value = None if id(parameter) in first_names else gather_frozen(parameter)
-            if self.run.is_main:
-                weights[name] = masters[first_names[id(parameter)]] if value is None else value
-        return weights
-
 
 def prepare(run: RunView) -> tuple[Any, Any]:
     """(DeepSpeed's engine, its optimizer) for the run's model. The fp32 masters get the weights before they are rounded."""
@@ -224,11 +220,3 @@ def own_part(value: Tensor) -> Tensor:
     size = -(-value.numel() // dist.get_world_size())
     flat = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
     return flat.narrow(0, size * dist.get_rank(), size)
-
-
-def gather_frozen(parameter: Any) -> Tensor:
-    """A copy of a frozen parameter in host memory, unsharded."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().cpu().clone()  # type: ignore[no-any-return]
