@@ -40,11 +40,8 @@ TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 
 def classification_heads(model: Any) -> list[str]:
     """The names of the trained modules outside the pretrained body, such as "classifier" and "score"."""
-    return [
-        name
-        for name, child in model.named_children()
-        if name != model.base_model_prefix and next(child.parameters(), None) is not None
-    ]
+    named = ((name, child) for name, child in model.named_children() if name != model.base_model_prefix)
+    return [name for name, child in named if next(child.parameters(), None) is not None]
 
 
 def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list[int]] | None:

@@ -28,7 +28,6 @@ from hwopt import plugin as hw
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """Mode that records CUDA graphs -> the same mode without them."""
-TRITON_NEEDS = (7, 0)
 COMPILED_GRAPH = "## Call CompiledFxGraph"
 """The start of the name under which torch's profiler records a call of code that inductor made."""
 
@@ -107,10 +106,7 @@ class Compile(hw.Plugin):
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "torch_compile": "enabled = true",
-        "torch_compile_mode": "mode",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"torch_compile": "enabled = true", "torch_compile_mode": "mode"}
 
     class Options(hw.PluginOptions):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
@@ -137,8 +133,8 @@ class Compile(hw.Plugin):
         hardware = context.hardware
         if hardware.compiler is None:
             return hw.Decision.skip("torch.compile needs a C++ compiler, found none of g++, clang++ and cl on PATH")
-        if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
-            return hw.Decision.skip(f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
+        if hardware.device_type == "cuda" and not hardware.can("triton"):
+            return hw.Decision.skip(hardware.can("triton").reason)
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
             return hw.Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
         if hardware.device_type == "cuda" and (mode := WITHOUT_GRAPHS.get(self.options.mode)):

@@ -43,9 +43,7 @@ class GroupLengths(hw.Plugin):
     name = "group_lengths"
     stage = hw.Stage.DATA
     effect = "method"
-    aliases: ClassVar[Mapping[str, str]] = {
-        "group_by_length": "enabled = true",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"group_by_length": "enabled = true"}
 
     class Options(hw.PluginOptions):
         noise: float = Field(

@@ -63,9 +63,7 @@ class Sdpa(hw.Plugin):
     name = "sdpa"
     stage = hw.Stage.MODEL
     effect = "rounding"
-    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
-        "attn_implementation": hw.Alias("prefer", kernels_from),
-    }
+    aliases: ClassVar[Mapping[str, str | hw.Alias]] = {"attn_implementation": hw.Alias("prefer", kernels_from)}
 
     class Options(hw.PluginOptions):
         prefer: tuple[Kernel, ...] = Field(

@@ -55,9 +55,7 @@ class Tf32(hw.Plugin):
     name = "tf32"
     stage = hw.Stage.PROCESS
     effect = "rounding"
-    aliases: ClassVar[Mapping[str, str]] = {
-        "tf32": "enabled = true",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"tf32": "enabled = true"}
 
     def probe(self, context: hw.Context) -> hw.Decision:
         capability = context.hardware.can("tf32")

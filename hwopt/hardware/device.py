@@ -17,7 +17,7 @@ from hwopt.hardware.layer_speed import LayerSpeed
 GIB = 1024**3
 
 Feature = Literal[
-    "fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer", "offload"
+    "fp16", "bf16", "tf32", "flash_attention", "efficient_attention", "cudnn_attention", "fused_optimizer", "triton", "offload"
 ]
 
 AMD_ARCHITECTURES = {  # name of the instruction set -> architecture
@@ -55,6 +55,7 @@ NEEDED_CAPABILITY: dict[str, tuple[tuple[int, int], str]] = {
     "flash_attention": ((8, 0), "torch's flash kernel needs Ampere"),
     "efficient_attention": ((5, 0), "torch's memory-efficient kernel needs Maxwell"),
     "cudnn_attention": ((8, 0), "torch's cudnn kernel needs Ampere"),
+    "triton": ((7, 0), "Triton needs Volta"),
     "fused_optimizer": ((3, 5), "any CUDA device that torch supports"),
 }
 
@@ -133,6 +134,15 @@ class Hardware:
         if self.compute_capability >= needed:
             return Support(True, found)
         return Support(False, f"needs compute capability {needed[0]}.{needed[1]} ({reason}), found {found}")
+
+    def best_dtype(self) -> tuple[Literal["fp16", "bf16", "fp32"], str]:
+        """(dtype, reason): bf16 if the device supports it, else fp16, else fp32; the reason says why the others are not used."""
+        bf16, fp16 = self.can("bf16"), self.can("fp16")
+        if bf16:
+            return "bf16", bf16.reason
+        if fp16:
+            return "fp16", f"{fp16.reason}; bf16 {bf16.reason}"
+        return "fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})"
 
     def _can_offload(self) -> Support:
         """Whether tensors in host memory leave the device's memory."""

@@ -21,7 +21,8 @@ from hwopt.model.facts import ModelFacts
 from hwopt.plugin.alternatives import OFF, Choice, Scale
 from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.evidence import Evidence, first_names
-from hwopt.plugin.imports import Alias
+from hwopt.plugin.imports import Alias, dtype_name
+from hwopt.plugin.lazy import Lazy
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
@@ -187,7 +188,7 @@ class Plugin:
         raise NotImplementedError(f"{type(self).__name__} has no probe()")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
-        """Write the plugin's part of the recipe. Import heavy packages inside the callables that go into the recipe."""
+        """Write the plugin's part of the recipe. Import heavy packages inside the callables that go into the recipe; see Lazy."""
 
     def memory(self, spec: MemorySpec, context: Context) -> None:
         """Change the estimates in `spec`, and add stand-ins for what fake tensors cannot run. The planner traces all else."""
@@ -251,6 +252,7 @@ __all__ = [
     "Evidence",
     "FitsMemory",
     "Hardware",
+    "Lazy",
     "MayChangeOnResume",
     "MemorySpec",
     "ModelFacts",
@@ -264,6 +266,7 @@ __all__ = [
     "Stage",
     "TaskFacts",
     "Traits",
+    "dtype_name",
     "first_names",
     "verify",
 ]

@@ -23,6 +23,20 @@ class Alias:
         return self.option
 
 
+DTYPES = {
+    **dict.fromkeys(("float16", "half"), "fp16"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float32", "float"), "fp32"),
+}
+"""Names of other tools -> dtype."""
+
+
+def dtype_name(value: Any) -> str:
+    """The dtype `value` of another tool, or of torch: "fp16", "bf16" or "fp32"; another name unchanged."""
+    name = str(value).removeprefix("torch.")
+    return DTYPES.get(name, name)
+
+
 def options_from(alias: str | Alias, value: Any) -> Mapping[str, Any] | None:
     """The options for a word of another tool with `value`, by the option that `alias` names for the word.
 

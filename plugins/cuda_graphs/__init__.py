@@ -50,12 +50,6 @@ def untried(context: hw.Context) -> str:
     return "" if context.task.inputs == "tokens" else f"{context.task.kind}: the price of a sample is not forecast"
 
 
-def graphed_forward_backward(most: int, tokens: int, run: hw.RunView) -> Any:
-    from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
-
-    return GraphedForwardBackward(run, most, tokens)
-
-
 class CudaGraphs(hw.Plugin):
     name = "cuda_graphs"
     stage = hw.Stage.DATA
@@ -133,7 +127,8 @@ class CudaGraphs(hw.Plugin):
         if self.options.widths and self.host_bound(rows, context):
             rows = recipe.batch["row_multiple"] = few_rows(rows)
         recipe.batch["widths"] = self.options.captured(rows)  # none for images; others are not padded
-        recipe.forward_backward = partial(graphed_forward_backward, self.options.shapes, self.options.tokens)
+        graphed = hw.Lazy("hwopt_plugins.cuda_graphs.graphed:GraphedForwardBackward")
+        recipe.forward_backward = partial(graphed, most=self.options.shapes, tokens=self.options.tokens)
 
     def host_bound(self, rows: int, context: hw.Context) -> bool:
         """Whether a micro-batch of so many mean rows of the data has a graph: then those by length get few shapes."""

@@ -25,38 +25,13 @@ from pydantic import Field
 
 from hwopt import plugin as hw
 
-
-def restored_environment() -> Any:
-    """Restores the environment after the block: the variables that Accelerate sets would affect the next run in this process."""
-    return mock.patch.dict(os.environ)
-
-
-def fsdp_plugin(reshard_after_forward: bool) -> Any:
-    """Accelerate's FSDP settings. `engine.shard_model` adds layers and precision after the model is loaded."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=reshard_after_forward,
-        auto_wrap_policy="transformer_based_wrap",
-        state_dict_type="SHARDED_STATE_DICT",
-        # explicit values, because Accelerate would read missing ones from the environment
-        cpu_offload=False,
-        cpu_ram_efficient_loading=False,
-        activation_checkpointing=False,
-    )
-
-
-def fsdp_engine(reduce: str, run: hw.RunView) -> Any:
-    from hwopt_plugins.fsdp.engine import FsdpEngine
-
-    return FsdpEngine(run, reduce=reduce)
-
-
-def make_stand_in(reshard_after_forward: bool, run: hw.RunView) -> Any:
-    from hwopt_plugins.fsdp.engine import FsdpStandIn
-
-    return FsdpStandIn(run, reshard_after_forward)
+SETTINGS = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "transformer_based_wrap",
+    "state_dict_type": "SHARDED_STATE_DICT",
+    **dict.fromkeys(("cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing"), False),
+}
+"""Of Accelerate; `engine.shard_model` adds layers and precision. Accelerate would read missing values from the environment."""
 
 
 class Fsdp(hw.Plugin):
@@ -64,9 +39,7 @@ class Fsdp(hw.Plugin):
     stage = hw.Stage.DISTRIBUTION
     effect = "rounding"
     traits = hw.Traits(lacks=("whole_gradients", "whole_parameters", "whole_weights", "whole_graph", "packed_weights", "retry"))
-    aliases: ClassVar[Mapping[str, str]] = {
-        "fsdp": "enabled = true",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"fsdp": "enabled = true"}
 
     class Options(hw.PluginOptions):
         reshard_after_forward: bool = Field(
@@ -95,13 +68,17 @@ class Fsdp(hw.Plugin):
         )
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
-        recipe.process.append(restored_environment)
-        recipe.accelerator["fsdp_plugin"] = partial(fsdp_plugin, self.options.reshard_after_forward)
-        recipe.engine = partial(fsdp_engine, self.options.reduce)
+        recipe.process.append(partial(mock.patch.dict, os.environ))  # Accelerate sets variables, which the next run would read
+        settings = hw.Lazy("accelerate.utils:FullyShardedDataParallelPlugin")
+        recipe.accelerator["fsdp_plugin"] = partial(
+            settings, **SETTINGS, reshard_after_forward=self.options.reshard_after_forward
+        )
+        recipe.engine = partial(hw.Lazy("hwopt_plugins.fsdp.engine:FsdpEngine"), reduce=self.options.reduce)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         part = 1 / context.world_size
-        spec.stand_ins["engine"] = partial(make_stand_in, self.options.reshard_after_forward)
+        stand_in = hw.Lazy("hwopt_plugins.fsdp.engine:FsdpStandIn")
+        spec.stand_ins["engine"] = partial(stand_in, reshard_after_forward=self.options.reshard_after_forward)
         spec.held |= {"weights": part, "optimizer_state": part, "update": part}
         if self.options.reduce == "micro_batch":
             spec.held["gradients"] = part

@@ -29,7 +29,6 @@ MAX_CHUNKS = 16
 """More chunks save little memory and make the matrix products slow."""
 OUTPUT_LAYERS = {"lm_head", "embed_out", "output_projection"}
 """Names of the output layers of causal language models in transformers."""
-TRITON_NEEDS = (7, 0)
 FUSED_OPERATOR, LIGER_OPERATOR = "FusedLinearCrossEntropy", "LigerFusedLinearCrossEntropyFunction"
 PLAIN_OPERATORS = ("aten::cross_entropy_loss", "aten::nll_loss")
 """Operator names in torch's profiler: the fused losses, and cross-entropy on whole logits."""
@@ -122,11 +121,8 @@ class FusedHead:
 
 def liger_capability(context: hw.Context) -> Support:
     """Whether Liger's kernels run on this machine, with the reason."""
-    hardware = context.hardware
-    if hardware.device_type == "cpu":
-        return Support(False, "needs a CUDA device, found a CPU")
-    if hardware.compute_capability and hardware.compute_capability < TRITON_NEEDS:
-        return Support(False, f"Triton needs compute capability 7.0, found {hardware.capability_text} ({hardware.name})")
+    if not (triton := context.hardware.can("triton")):
+        return triton
     if not context.has("liger-kernel"):
         return Support(False, "liger-kernel is not installed (pip install 'hwopt[kernels]')")
     return Support(True, f"liger-kernel {context.software['liger-kernel']}")

@@ -24,12 +24,6 @@ from pydantic import Field
 from hwopt import plugin as hw
 
 
-def in_backward_engine(clip: bool, run: hw.RunView) -> Any:
-    from hwopt_plugins.optimizer_in_backward.engine import InBackwardEngine
-
-    return InBackwardEngine(run, clip=clip)
-
-
 class InStep(hw.Events):
     """Lets the backward pass update the weights: outside a step, as in a test of the batch size, it must not."""
 
@@ -54,9 +48,7 @@ class OptimizerInBackward(hw.Plugin):
             ),
         ),
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "optimizer_in_bwd": "enabled = true",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"optimizer_in_bwd": "enabled = true"}
 
     class Options(hw.PluginOptions):
         clipping: Literal["refuse", "off", "parameter"] = Field(
@@ -84,7 +76,8 @@ class OptimizerInBackward(hw.Plugin):
         return hw.Decision.apply(f"updates each parameter in the backward pass, then frees its gradient; {clipping}")
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
-        recipe.engine = partial(in_backward_engine, self.options.clipping == "parameter")
+        engine = hw.Lazy("hwopt_plugins.optimizer_in_backward.engine:InBackwardEngine")
+        recipe.engine = partial(engine, clip=self.options.clipping == "parameter")
         recipe.events.append(InStep())
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:

@@ -80,12 +80,6 @@ def masks_without_sync() -> Any:
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", document_indices)
 
 
-def packed_collate(padded: Any, *, width: int | None, flat: bool, decoder: bool, after_padding: bool) -> Any:
-    from hwopt_plugins.pack.collate import PackedCollate
-
-    return PackedCollate(padded, width, flat, decoder, padded.pad_id + 1 if after_padding else 0)
-
-
 class DocumentHeads:
     """Hooks that make a sequence classifier return logits per document instead of per row, from each document's first token."""
 
@@ -160,10 +154,7 @@ class Pack(hw.Plugin):
     name = "pack"
     stage = hw.Stage.DATA
     effect = "rounding"
-    aliases: ClassVar[Mapping[str, str]] = {
-        "packing": "enabled = true",
-        "sample_packing": "enabled = true",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"packing": "enabled = true", "sample_packing": "enabled = true"}
     relations = hw.Relations(
         conflicts=(
             hw.Conflict(
@@ -212,7 +203,8 @@ class Pack(hw.Plugin):
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         model, width, flat = context.model, self.options.width, self.options.kernel == "flash"
         after_padding = model.model_type in POSITIONS_AFTER_PADDING
-        recipe.collate = partial(packed_collate, width=width, flat=flat, decoder=model.is_decoder, after_padding=after_padding)
+        packed = hw.Lazy("hwopt_plugins.pack.collate:PackedCollate")
+        recipe.collate = partial(packed, width=width, flat=flat, decoder=model.is_decoder, after_padding=after_padding)
         recipe.process.append(masks_without_sync)
         if flat:
             recipe.model_kwargs["attn_implementation"] = "flash_attention_2"
@@ -236,12 +228,11 @@ class Pack(hw.Plugin):
 
 def flash_problem(context: hw.Context) -> str:
     """Why the flash kernel cannot be used, as a suffix for a reason; "" if it can."""
-    if context.hardware.device_type != "cuda":
-        return "; the flash kernel needs a GPU"
-    if not context.has("flash-attn"):
-        return "; the flash kernel needs the package flash-attn"
-    if not context.hardware.can("bf16"):
-        return f"; the flash kernel needs compute capability 8.0: {context.hardware.can('bf16').reason}"
-    if not context.model.supports_flash:
-        return f"; {context.model.architecture} does not support the flash kernel"
-    return ""
+    bf16 = context.hardware.can("bf16")
+    met = {
+        "needs a GPU": context.hardware.device_type == "cuda",
+        "needs the package flash-attn": context.has("flash-attn"),
+        f"needs compute capability 8.0: {bf16.reason}": bf16,
+        f"is not supported by {context.model.architecture}": context.model.supports_flash,
+    }
+    return next((f"; the flash kernel {need}" for need, is_met in met.items() if not is_met), "")

@@ -41,7 +41,8 @@ class PackedCollate:
     flat: bool
     """One row a micro-batch, as long as all of its rows together: the kernel needs no mask."""
     decoder: bool
-    first_position: int
+    after_padding: bool
+    """Whether positions start at the id of the padding token plus one, instead of 0."""
 
     def __call__(self, step: Step, samples: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> StepBatch:
         lengths = [len(sample["input_ids"]) for sample in samples]
@@ -102,7 +103,8 @@ class PackedCollate:
         fillers = {"input_ids": self.padded.pad_id, "labels": IGNORED}
         flat = {key: np.full(size, fillers.get(key, 0), np.int64) for key in per_token}
         # padding is a document of its own at the end of a row, with positions that start again like those of any document
-        flat["position_ids"] = np.full(size, self.first_position, np.int64)
+        first_position = self.padded.pad_id + 1 if self.after_padding else 0
+        flat["position_ids"] = np.full(size, first_position, np.int64)
         numbers = np.zeros(size, np.int64)
         offsets: list[int] = []
         for part in parts:
@@ -113,7 +115,7 @@ class PackedCollate:
                 offsets += starts[:-1]
                 for order, (at, end) in enumerate(pairwise([*starts, part.width])):
                     place = slice(begin + at, begin + end)
-                    flat["position_ids"][place] = np.arange(end - at) + self.first_position
+                    flat["position_ids"][place] = np.arange(end - at) + first_position
                     if order < len(row):
                         numbers[place] = order + 1
                         for key in per_token:

@@ -24,34 +24,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hwopt import plugin as hw
-from hwopt.hardware.device import Hardware
 from hwopt_plugins.precision.dtypes_in_use import PROFILER_NAMES, count_dtypes, frozen_in_fp32, linear_layers
 from hwopt_plugins.precision.half_weights import HalfWeights, cast_frozen, cast_without_masters, to_fp32
 
-
-def best_dtype(hardware: Hardware) -> tuple[Literal["fp16", "bf16", "fp32"], str]:
-    """(dtype, reason): bf16 if the hardware supports it, else fp16, else fp32; the reason says why the others are not used."""
-    bf16, fp16 = hardware.can("bf16"), hardware.can("fp16")
-    if bf16:
-        return "bf16", bf16.reason
-    if fp16:
-        return "fp16", f"{fp16.reason}; bf16 {bf16.reason}"
-    return "fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})"
-
-
-def gradient_scaler(device_type: str) -> Any:
-    import torch
-
-    return torch.amp.GradScaler(device_type)
-
-
-NAMES = {
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
-    "auto": "auto",
-}
-"""Names of other tools -> dtype."""
 APEX_LEVELS = {"O0": {"dtype": "fp32"}, "O1": {"level": "O1"}, "O2": {"level": "O2"}}
 """`fp16_opt_level` -> options."""
 
@@ -60,8 +35,8 @@ def dtype_from(value: Any) -> Mapping[str, Any] | None:
     """The options for a `torch_dtype` or a `mixed_precision` of another tool; {} if it means weights and products in fp32."""
     if value in (None, False, "no"):
         return {}
-    name = NAMES.get(str(value))
-    return None if name is None else {"dtype": name}
+    name = hw.dtype_name(value)
+    return {"dtype": name} if name in ("fp16", "bf16", "fp32", "auto") else None
 
 
 def flag_from(dtype: str, value: Any) -> Mapping[str, Any]:
@@ -148,7 +123,7 @@ class Precision(hw.Plugin):
             return hw.Decision.apply("full precision")
         if requested != "auto" and hardware.can(requested):
             return hw.Decision.apply(f"{options.level}: {hardware.can(requested).reason}")
-        dtype, reason = best_dtype(hardware)
+        dtype, reason = hardware.best_dtype()
         ratio = None if hardware.layer is None else hardware.layer.bf16_ratio
         if requested == "auto" and dtype == "bf16" and ratio is not None:
             reason += f", and takes {ratio:.2f} times as long as fp32 for a layer of this size, measured here"
@@ -186,7 +161,7 @@ class Precision(hw.Plugin):
             recipe.export_steps.append(weights.export)
             recipe.final_steps.append(weights.restore)  # final steps run in reverse: restore fp32 before an adapter is merged
             if dtype == "fp16":
-                recipe.scaler = partial(gradient_scaler, context.hardware.device_type)
+                recipe.scaler = partial(hw.Lazy("torch.amp:GradScaler"), context.hardware.device_type)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         if self.options.dtype == "fp32":
@@ -199,7 +174,7 @@ class Precision(hw.Plugin):
     @classmethod
     def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
         """O2, O1 and the present precision, if it is another one. fp32 is not offered."""
-        dtype, _ = best_dtype(context.hardware)
+        dtype, _ = context.hardware.best_dtype()
         if dtype == "fp32":
             return []
         present = "fp32" if options is None or options.dtype == "fp32" else options.level

@@ -20,18 +20,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hwopt import plugin as hw
-from hwopt.hardware.device import GIB, Hardware
+from hwopt.hardware.device import GIB
 
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 """Bits -> bytes per weight, with a 32-bit scale for each block of 64 weights in 4 bit."""
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 SMALL_PART = 0.01
 """Weights that stay unquantized are reported if they are a larger part of the model: not for small convolutions."""
-
-
-def compute_dtype(hardware: Hardware) -> Literal["bf16", "fp16", "fp32"]:
-    """The dtype of products with dequantized weights: half precision if the hardware supports it, else fp32."""
-    return "bf16" if hardware.can("bf16") else "fp16" if hardware.can("fp16") else "fp32"
 
 
 Child = tuple[Any, str, Any]
@@ -177,12 +172,6 @@ def describe_unpacked(weights: Mapping[str, int]) -> str:
     )
 
 
-def dtype_from(value: Any) -> dict[str, Any]:
-    """The options for a `bnb_4bit_compute_dtype`."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    return {"dtype": names.get(str(value), value)}
-
-
 class Quantize(hw.Plugin):
     name = "quantize"
     stage = hw.Stage.MODEL
@@ -191,7 +180,7 @@ class Quantize(hw.Plugin):
         "load_in_4bit": "bits = 4",
         "load_in_8bit": "bits = 8",
         "bnb_4bit_use_double_quant": "double",
-        "bnb_4bit_compute_dtype": hw.Alias("dtype", dtype_from),
+        "bnb_4bit_compute_dtype": hw.Alias("dtype", lambda value: {"dtype": hw.dtype_name(value)}),
         "quantization_config": "enabled = true",
     }
     relations = hw.Relations(
@@ -213,10 +202,9 @@ class Quantize(hw.Plugin):
     class Options(hw.PluginOptions):
         bits: Literal[4, 8] = Field(default=4, description="4: NF4 in blocks of 64; 8: LLM.int8().")
         double: bool = Field(default=True, description="4 bit only: also quantize the block scales.")
-        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], hw.MayChangeOnResume()] = (
-            Field(  # "auto" depends on the hardware
-                default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
-            )
+        # may change, because "auto" depends on the hardware
+        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], hw.MayChangeOnResume()] = Field(
+            default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
         )
 
     options: Options
@@ -226,7 +214,7 @@ class Quantize(hw.Plugin):
             return hw.Decision.skip("bitsandbytes is not installed")
         asked: Any = self.options.dtype
         can = context.hardware.can(asked) if asked in ("bf16", "fp16") else None
-        dtype = compute_dtype(context.hardware) if asked == "auto" or (can is not None and not can) else asked
+        dtype = context.hardware.best_dtype()[0] if asked == "auto" or (can is not None and not can) else asked
         chosen = self.options.model_copy(update={"dtype": dtype})
         what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
         if chosen.bits == 8:

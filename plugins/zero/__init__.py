@@ -77,25 +77,6 @@ def deepspeed_plugin(config: dict[str, Any]) -> Any:
     return plugin
 
 
-def gloo_backend() -> Any:
-    """Accelerate's settings of a process group for CPUs."""
-    from accelerate.utils import InitProcessGroupKwargs
-
-    return InitProcessGroupKwargs(backend="gloo")
-
-
-def zero_engine(run: hw.RunView) -> Any:
-    from hwopt_plugins.zero.engine import ZeroEngine
-
-    return ZeroEngine(run)
-
-
-def make_stand_in(run: hw.RunView, **settings: Any) -> Any:
-    from hwopt_plugins.zero.stand_in import ZeroStandIn
-
-    return ZeroStandIn(run, **settings)
-
-
 class Zero(hw.Plugin):
     name = "zero"
     stage = hw.Stage.DISTRIBUTION
@@ -103,11 +84,7 @@ class Zero(hw.Plugin):
     relations = hw.Relations(
         conflicts=(hw.Conflict(field="engine", why="both shard the same tensors over the ranks; keep one of the two tables"),)
     )
-    aliases: ClassVar[Mapping[str, str]] = {
-        "deepspeed": "enabled = true",
-        "zero_stage": "stage",
-        "zero_offload": "offload",
-    }
+    aliases: ClassVar[Mapping[str, str]] = {"deepspeed": "enabled = true", "zero_stage": "stage", "zero_offload": "offload"}
 
     class Options(hw.PluginOptions):
         stage: Literal["auto"] | Level = Field(
@@ -170,21 +147,19 @@ class Zero(hw.Plugin):
         recipe.accelerator["deepspeed_plugin"] = partial(deepspeed_plugin, config)
         recipe.accelerator["cpu"] = False  # True selects data parallelism; without a GPU the device is the CPU anyway
         if not cuda:
-            recipe.accelerator["kwargs_handlers"].append(gloo_backend)
-        recipe.engine = zero_engine
+            gloo = partial(hw.Lazy("accelerate.utils:InitProcessGroupKwargs"), backend="gloo")
+            recipe.accelerator["kwargs_handlers"].append(gloo)
+        recipe.engine = hw.Lazy("hwopt_plugins.zero.engine:ZeroEngine")
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
         stage, offload = int(self.options.stage), self.options.offload
         if stage == 0:
             return
         on_host = context.hardware.device_type != "cpu"  # the memory of a CPU device is host memory
-        settings: dict[str, Any] = {
-            "stage": stage,
-            "ranks": context.world_size,
-            "offload": offload != "none",
-            "host": not on_host,
-        }
-        spec.stand_ins["engine"] = partial(make_stand_in, bucket=BUCKET, **settings)
+        stand_in = hw.Lazy("hwopt_plugins.zero.stand_in:ZeroStandIn")
+        spec.stand_ins["engine"] = partial(
+            stand_in, bucket=BUCKET, stage=stage, ranks=context.world_size, offload=offload != "none", host=not on_host
+        )
         spec.master_bytes = 4.0
         if on_host and offload != "none":
             spec.host += OFFLOADED_BYTES * spec.trained / context.world_size

@@ -13,12 +13,11 @@ from event_calls import calling
 from plugin_cases import release_memory
 from pretend_cuda.counters import counting, on_pretend_card
 
-import hwopt_plugins.cuda_graphs
-from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_BERT, TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
+from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
 FUSED: dict[str, Any] = {"optimizer": {"name": "adamw_torch_fused"}}
 GRAPHS: dict[str, Any] = {"cuda_graphs": {"tokens": 0}}
@@ -61,7 +60,7 @@ def no_cached_memory() -> Iterator[None]:
 def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, tables = CASES[case]
     graphed = trained(tmp_path / "graphed", kind, tables | GRAPHS)
-    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
+    monkeypatch.setattr(GraphedForwardBackward, "graph_of", lambda *_: None)
     eager = trained(tmp_path / "eager", kind, tables | GRAPHS)  # padded to the same widths
     assert graphed.warnings == []
     passes = graphed.run.forward_backward
@@ -255,7 +254,7 @@ def test_weights_that_another_plugin_moves_are_captured_again(tmp_path: Path, mo
 
     plan.recipe.events.append(calling(on_step_begin=move))
     losses = train_tiny(plan, tmp_path).losses
-    monkeypatch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
+    monkeypatch.setattr(GraphedForwardBackward, "graph_of", lambda *_: None)
     plain = plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job)
     assert moved[0] > 0
     assert losses == train_tiny(plain, tmp_path / "plain").losses

@@ -77,7 +77,7 @@ def compiled_run(scope):
         (CPU, (64, 192), "apply", "[64, 192]"),
         (CPU, (64, 96), "fallback", "samples can have 192 tokens, the largest of widths is 96; 192 added"),
         (replace(CPU, compiler=None), "auto", "skip", "needs a C++ compiler"),
-        (described("P100", (6, 0), 16.0), "auto", "skip", "needs compute capability 7.0, found 6.0"),
+        (described("P100", (6, 0), 16.0), "auto", "skip", "7.0 (Triton needs Volta), found compute capability 6.0"),
         (replace(H100, source="detected"), "auto", "skip", "triton is not installed"),
         (H100, "auto", "apply", "192"),  # a described card: its software is unknown
     ],

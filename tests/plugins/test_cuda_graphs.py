@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plugin_cases import Cases, Mutation, Refused
@@ -92,10 +93,14 @@ def refused_captures(patch: pytest.MonkeyPatch) -> None:
 
 def no_graphs(patch: pytest.MonkeyPatch) -> None:
     """The loop runs the passes eagerly although the recipe replaces them."""
-    import hwopt_plugins.cuda_graphs
     from hwopt.distributed.forward_backward import ForwardBackward
+    from hwopt_plugins.cuda_graphs import graphed
 
-    patch.setattr(hwopt_plugins.cuda_graphs, "graphed_forward_backward", lambda most, tokens, run: ForwardBackward(run))
+    class Eager:
+        def __new__(cls, run: Any, **_: Any) -> Any:
+            return ForwardBackward(run)
+
+    patch.setattr(graphed, "GraphedForwardBackward", Eager)
 
 
 ONE_SHAPE = {"widths": [32], "tokens": 0}

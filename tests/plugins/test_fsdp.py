@@ -13,8 +13,10 @@ from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.model.config import load_config
+from hwopt.plugin import Recipe
 from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
+from hwopt_plugins.fsdp import Fsdp
 
 CARD = described("a card", (8, 6), 24.0, detect_host())
 
@@ -88,13 +90,13 @@ def test_unsharded_layers_and_gradients_are_counted(tmp_path: Path) -> None:
 def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hwopt_plugins.fsdp import fsdp_plugin, restored_environment
-
+    recipe: Any = Recipe()
+    Fsdp(Fsdp.Options()).apply(recipe, None)  # type: ignore[arg-type]
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
-    with restored_environment():
-        settings = fsdp_plugin(True)
+    with recipe.process[0]():
+        settings = recipe.accelerator["fsdp_plugin"]()
         assert (settings.fsdp_version, settings.reshard_after_forward) == (2, True)
         assert not isinstance(settings.cpu_offload, CPUOffloadPolicy)
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as Accelerate does

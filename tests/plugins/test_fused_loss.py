@@ -240,7 +240,7 @@ def decided(*args, options=None, **more):
     ("hardware", "software", "asked", "kind", "chosen", "why"),
     [
         (CPU, ["liger-kernel"], "auto", "apply", ("torch", 10), ""),
-        (P100, ["liger-kernel"], "liger", "fallback", ("torch", 10), "needs compute capability 7.0, found 6.0"),
+        (P100, ["liger-kernel"], "liger", "fallback", ("torch", 10), "7.0 (Triton needs Volta), found compute capability 6.0"),
         (T4, [], "liger", "fallback", ("torch", 10), "pip install 'hwopt[kernels]'"),
         (T4, ["liger-kernel"], "auto", "apply", ("liger", "auto"), "0.8.5"),
         (T4, ["liger-kernel"], "torch", "apply", ("torch", 10), ""),

@@ -148,7 +148,7 @@ def test_nearly_all_computed_tokens_are_real() -> None:
 
 
 def packed(rows: int, **options: Any) -> Any:
-    settings = {"width": None, "flat": False, "decoder": False, "first_position": 0} | options
+    settings = {"width": None, "flat": False, "decoder": False, "after_padding": False} | options
     return PackedCollate(Collate(cut_in_order, rows, pad_id=0, mask="prebuilt_mask"), **settings)
 
 
