@@ -10,14 +10,14 @@ from typing import Literal
 
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
-from hwopt.plugin import BatchSizes
+from hwopt.plugin import BatchSizes, dtype_name
 from hwopt.tasks.predictors import Generation
 from hwopt.training.run import Run
 
 KEY = "inference"
 """The key of plan.json."""
 HalfDtype = Literal["fp16", "bf16"]
-HALF: Mapping[str, HalfDtype] = {"fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+HALF: Mapping[str, HalfDtype] = {"fp16": "fp16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def settings_of(run: Run) -> InferenceSettings:
     if computes_in == "no":  # half weights are evaluated as their masters under autocast
         computes_in = getattr(recipe.masters, "dtype", "no")
     return InferenceSettings(
-        dtype=HALF.get(str(computes_in)),
+        dtype=HALF.get(dtype_name(computes_in)),
         attention=getattr(getattr(run.inner_model, "config", None), "_attn_implementation", None),
         batch=run.batch,
         labels=run.prepared.label_names,

@@ -23,6 +23,7 @@ from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
+from hwopt.plugin import dtype_name
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system import garbage
 from hwopt.system.paths import path_kind
@@ -160,7 +161,7 @@ def weights_dtype(found: RunModel, settings: InferenceSettings, config: Any, har
     """
     if found.is_adapter and settings.dtype is not None:
         return DTYPES[settings.dtype]
-    half = HALF.get(str(config.dtype).removeprefix("torch."))
+    half = HALF.get(dtype_name(config.dtype))
     return "auto" if half is None or hardware.can(half) else torch.float32
 
 

@@ -23,7 +23,6 @@ from pydantic import Field, model_validator
 from hwopt import plugin as hw
 from hwopt.errors import PluginError
 from hwopt.hardware.device import Support
-from hwopt_plugins.fused_loss.cross_entropy import IGNORED, liger_cross_entropy, linear_cross_entropy
 
 MAX_CHUNKS = 16
 """More chunks save little memory and make the matrix products slow."""
@@ -100,6 +99,8 @@ class FusedHead:
     def loss(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """(summed loss, number of labels), like the loss of the task. `outputs.logits`: hidden states (batch, length, hidden)."""
         import torch
+
+        from hwopt_plugins.fused_loss.cross_entropy import IGNORED, liger_cross_entropy, linear_cross_entropy
 
         hidden, labels, layer = outputs.logits.flatten(0, 1), targets.flatten(), self.layer()
         linear, weight = linear_in(layer), layer.weight  # of PEFT's wrapper: with the trained rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
+
+import torch
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""
@@ -26,8 +27,6 @@ def chunked_cross_entropy(
     `on_card`: compute the products for the weight gradient in half precision, as tensor cores do. A CPU computes them in fp32,
     because adding half to fp32 there would copy the whole gradient.
     """
-    import torch
-
     full = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=full, device=hidden.device)
     hidden_grad = torch.empty_like(hidden, dtype=full) if needs_grad[0] else None
@@ -66,28 +65,23 @@ def chunked_cross_entropy(
     return loss, hidden_grad, weight_grad, bias_grad
 
 
-@cache
-def fused_function() -> Any:
-    """The autograd function that wraps `chunked_cross_entropy`."""
-    import torch
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """`chunked_cross_entropy` with its gradients."""
 
-    class FusedLinearCrossEntropy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, settings: dict[str, Any]) -> Any:
-            ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-            loss, *ctx.gradients = chunked_cross_entropy(
-                hidden, weight, bias, targets, needs_grad=ctx.needs_input_grad[:3], **settings
-            )
-            return loss
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, settings: dict[str, Any]) -> Any:
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        loss, *ctx.gradients = chunked_cross_entropy(
+            hidden, weight, bias, targets, needs_grad=ctx.needs_input_grad[:3], **settings
+        )
+        return loss
 
-        @staticmethod
-        def backward(ctx: Any, factor: Any) -> Any:
-            gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so they can be used once only
-            assert gradients is not None, "backward() was called twice"
-            scaled = [None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)]
-            return *scaled, None, None
-
-    return FusedLinearCrossEntropy
+    @staticmethod
+    def backward(ctx: Any, factor: Any) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so they can be used once only
+        assert gradients is not None, "backward() was called twice"
+        scaled = [None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return *scaled, None, None
 
 
 def linear_cross_entropy(
@@ -98,18 +92,15 @@ def linear_cross_entropy(
     hidden (tokens, hidden), weight (vocabulary, hidden), bias (vocabulary,) or None, targets (tokens,). The tokens are processed
     in `chunks` equal parts. `dtype`: the dtype of the matrix products, default the dtype of the weight.
     """
-    import torch
-
     settings = {"chunks": chunks, "dtype": dtype or weight.dtype, "on_card": on_card}
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return fused_function().apply(hidden, weight, bias, targets, settings)
+            return FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, settings)
         return chunked_cross_entropy(hidden, weight, bias, targets, needs_grad=(False, False, False), **settings)[0]
 
 
 def liger_cross_entropy(hidden: Any, weight: Any, bias: Any | None, targets: Any, *, dtype: Any) -> Any:
     """`linear_cross_entropy` with Liger's kernels, on a CUDA device. The weight gradient is accumulated in fp32."""
-    import torch
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32)

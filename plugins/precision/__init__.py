@@ -24,8 +24,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hwopt import plugin as hw
-from hwopt_plugins.precision.dtypes_in_use import PROFILER_NAMES, count_dtypes, frozen_in_fp32, linear_layers
-from hwopt_plugins.precision.half_weights import HalfWeights, cast_frozen, cast_without_masters, to_fp32
 
 APEX_LEVELS = {"O0": {"dtype": "fp32"}, "O1": {"level": "O1"}, "O2": {"level": "O2"}}
 """`fp16_opt_level` -> options."""
@@ -138,6 +136,8 @@ class Precision(hw.Plugin):
         return hw.Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        from hwopt_plugins.precision.half_weights import HalfWeights, cast_frozen, cast_without_masters, to_fp32
+
         dtype = self.options.dtype
         assert dtype != "auto", "probe() replaces it"
         level = "O1" if dtype == "fp32" else self.options.level
@@ -150,7 +150,7 @@ class Precision(hw.Plugin):
             recipe.model_steps.append(partial(cast_frozen, dtype))
             recipe.final_steps.append(to_fp32)
         if level == "pure":
-            recipe.model_steps.append(partial(cast_without_masters, "bfloat16"))
+            recipe.model_steps.append(cast_without_masters)
         if level == "O2":
             weights = HalfWeights(dtype)
             recipe.model_steps.append(weights.cast)
@@ -190,6 +190,8 @@ class Precision(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         import torch
+
+        from hwopt_plugins.precision.dtypes_in_use import PROFILER_NAMES, count_dtypes, frozen_in_fp32, linear_layers
 
         dtypes = run.observation.matmul_dtypes
         matmuls = {name: dtypes.get(recorded, 0) for name, recorded in PROFILER_NAMES.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
+
 from hwopt.plugin import RunView, first_names
 from hwopt_plugins.precision.half_weights import CAST
 
@@ -33,8 +35,6 @@ def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
 
 def frozen_in_fp32(run: RunView) -> list[str]:
     """The names of the linear layers that `cast_frozen` had to cast and that are in fp32."""
-    import torch
-
     if not hasattr(run.inner_model, CAST):
         return []
     linears = [(name, module) for name, module in run.inner_model.named_modules() if type(module) is torch.nn.Linear]

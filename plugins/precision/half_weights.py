@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from hwopt.plugin import Events, RunView
 
 CAST = "frozen_weights_are_cast"
 """Attribute of a model on which `cast_frozen` was called."""
-DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def is_norm(module: Any) -> bool:
@@ -25,14 +27,11 @@ def is_norm(module: Any) -> bool:
 
 def cast_frozen(dtype: str, model: Any, run: RunView | None = None) -> Any:
     """`model`, with its frozen fp32 weights cast to `dtype` ("fp16" or "bf16"). Buffers stay: rotary frequencies need fp32."""
-    import torch
-
-    half = getattr(torch, DTYPES[dtype])
     kept = [module for module in model.modules() if is_norm(module) or isinstance(module, torch.nn.Embedding)]
     in_fp32 = {id(p) for module in kept for p in module.parameters()} if dtype == "fp16" else set()
     for p in model.parameters():
         if p.dtype == torch.float32 and not p.requires_grad and id(p) not in in_fp32:
-            p.data = p.data.to(half)
+            p.data = p.data.to(DTYPES[dtype])
     setattr(model, CAST, True)
     return model
 
@@ -70,19 +69,16 @@ class HalfWeights(Events):
 
     def cast(self, model: Any, run: RunView | None = None) -> Any:
         """`model`, with its weights cast to half precision except norm layers and buffers."""
-        import torch
-
-        half: torch.dtype = getattr(torch, self.dtype)
         for module in model.modules():
             if is_norm(module):
                 self.hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32)))
-                self.hooks.append(module.register_forward_hook(partial(_cast_output, half)))
+                self.hooks.append(module.register_forward_hook(partial(_cast_output, self.dtype)))
                 continue
             for p in module.parameters(recurse=False):  # not buffers: rotary frequencies and counters need full precision
                 if p.dtype == torch.float32:
                     if p.requires_grad:
                         self.masters[p] = torch.nn.Parameter(p.data)
-                    p.data = p.data.to(half)
+                    p.data = p.data.to(self.dtype)
         self.hooks.append(model.register_load_state_dict_pre_hook(self._load_masters))
         return model
 
@@ -102,8 +98,6 @@ class HalfWeights(Events):
 
     def collect(self) -> None:
         """Move the half-precision gradients to the masters as fp32, and free the half-precision ones."""
-        import torch
-
         halves = [p for p in self.masters if p.grad is not None]
         if not halves:
             return
@@ -114,8 +108,6 @@ class HalfWeights(Events):
 
     def publish(self) -> None:
         """Round the masters into the half-precision weights of the model."""
-        import torch
-
         torch._foreach_copy_([p.data for p in self.masters], [master.data for master in self.masters.values()])
 
     def export(self, state_dict: dict[str, Any], run: RunView) -> dict[str, Any]:
@@ -126,8 +118,6 @@ class HalfWeights(Events):
 
     def on_evaluate_begin(self, run: RunView) -> None:
         """Compute with the masters under autocast until its end, for an evaluation with `full_eval = false`."""
-        import torch
-
         # replace the Parameter objects, not their data: another dtype would remove DDP's hooks from the half parameters
         self.halves = [
             (module, name, p)
@@ -137,7 +127,7 @@ class HalfWeights(Events):
         ]
         for module, name, p in self.halves:
             setattr(module, name, self.masters[p])
-        self.autocast = torch.autocast(run.device.type, dtype=getattr(torch, self.dtype))
+        self.autocast = torch.autocast(run.device.type, dtype=self.dtype)
         self.autocast.__enter__()
 
     def on_evaluate_end(self, run: RunView) -> None:
@@ -164,14 +154,12 @@ def _cast_output(dtype: Any, module: Any, inputs: Any, output: Any) -> Any:
     return output.to(dtype)
 
 
-def cast_without_masters(dtype: str, model: Any, run: RunView | None = None) -> Any:
-    """`model`, with all its parameters cast to `dtype` ("bfloat16"), norm layers included; not its buffers.
+def cast_without_masters(model: Any, run: RunView | None = None) -> Any:
+    """`model`, with all its parameters cast to bf16, norm layers included; not its buffers.
 
     Norm layers need no fp32 weights: their kernels and the norms of transformers compute in fp32 inside.
     """
-    import torch
-
     for p in model.parameters():
         if p.is_floating_point():  # quantized weights are packed bytes
-            p.data = p.data.to(getattr(torch, dtype))
+            p.data = p.data.to(torch.bfloat16)
     return model

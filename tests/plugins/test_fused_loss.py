@@ -350,12 +350,12 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
 
 
 def loss_of_whole_logits(patch):
-    import hwopt_plugins.fused_loss as fused_loss
+    from hwopt_plugins.fused_loss import cross_entropy as fused
 
     def plain(hidden, weight, bias, targets, **_):
         return cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")
 
-    patch.setattr(fused_loss, "linear_cross_entropy", plain)
+    patch.setattr(fused, "linear_cross_entropy", plain)
 
 
 CASES = Cases(
