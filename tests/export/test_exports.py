@@ -79,20 +79,6 @@ def test_environment_of_an_exported_file_agrees_with_its_plan(number: int, tmp_p
         refuse(launcher_environment(launcher_config(plan, 1, str(tmp_path / "ds.json")), tmp_path / "two.yaml"), plan)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"zero": {"stage": 3, "offload": "none"}}, "ACCELERATE_DEEPSPEED_ZERO_STAGE=2 .* in which it is 3"),
-        ({"zero": {"stage": 0, "offload": "none"}}, "USE_DEEPSPEED=true .* it is false.*, or set plugins.zero.enabled"),
-    ],
-)
-def test_contradiction_with_another_plan_shows_both_values(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    base = {"world_size": 2, "zero": ZERO, "precision": {"dtype": "bf16"}}
-    environment = launcher_environment(launcher_config(planned(tmp_path, **base)), tmp_path / "other.yaml")
-    with pytest.raises(InputError, match=message):
-        refuse(environment, planned(tmp_path, **base | change))
-
-
 def test_run_refuses_a_contradicting_environment_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")

@@ -10,7 +10,6 @@ from accelerate.utils import str_to_bool
 from hwopt.errors import InputError
 from hwopt.export.launcher_environment import NO, YES, refuse_contradictions, refuse_odd_switches
 from hwopt.hardware.device import described
-from hwopt.system.ranks import rank_and_world
 
 CPU = described("a CPU", None, 16)
 GPU = described("a GPU", (8, 6), 8)
@@ -112,10 +111,3 @@ def test_switch_must_be_on_or_off_as_accelerate_reads_it() -> None:
     for value in ("perhaps", "", " true"):
         with pytest.raises(InputError, match="^ACCELERATE_USE_CPU=.*expected one of 1, true, .* unset it$"):
             refuse_odd_switches({"ACCELERATE_USE_CPU": value})
-
-
-def test_rank_and_world_size_come_from_the_environment() -> None:
-    assert rank_and_world({}) == (0, 1)
-    assert rank_and_world({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
-    with pytest.raises(InputError, match="whole number"):
-        rank_and_world({"RANK": "first"})

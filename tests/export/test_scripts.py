@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.cli import run_command
 from hwopt.config.job import make_job
 from hwopt.config.job_model import Model
 from hwopt.config.toml import Document
@@ -181,11 +180,3 @@ def test_script_is_refused_for_what_changes_the_training_and_has_no_code(tmp_pat
 def test_arguments_of_trl_are_for_causal_language_models(tmp_path: Path) -> None:
     text = exported(plan_for(tiny_profile(), tiny_job(tmp_path)), "trl")
     assert "left out task.kind = 'text-classification'" in text
-
-
-def test_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["export", "--profile", "t4_16gb", "--to", "trainer", "--hardware", "profile"]) == 0
-    shown = capsys.readouterr().out
-    assert "arguments = TrainingArguments(" in shown
-    assert "fp16=True" in shown

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 import types
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from command_line import hwopt
 from event_calls import calling
 from pydantic import model_validator
 
-from hwopt.errors import HwoptError, StorageError
+from hwopt.errors import HwoptError
 from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin import registry as registry_module
 from hwopt.plugin.registry import PLUGIN_GROUP
@@ -213,15 +211,6 @@ def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.M
     for where in ("in probe", "in apply", "in memory", "in a step of the model", "in a final step", "in evidence"):
         assert where not in output + planned
         assert where in message + more
-
-
-def test_full_disk_in_a_plugin_exits_with_6_and_names_the_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/a file")
-    install(monkeypatch, variant(apply=raising(full)))
-    code, _, message = outcome(*EXPORT)
-    assert code == StorageError.exit_code
-    for part in ("'third_party'", DISTRIBUTION, f"apply(): /somewhere/a file: {os.strerror(errno.ENOSPC)}"):
-        assert part in message
 
 
 def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from report.run_folders import EVIDENCE, MEMORY, PLAN, PROCESS, changed, eval_ro
 
 from hwopt.records.run_record import RunRecord
 from hwopt.report.page import LIMITS, page_of
-from hwopt.report.verdicts import step_parts
 
 MARKUP = "<script>window.hacked = true</script>"
 NAMES = ["spam", MARKUP, 'a "quoted" & <b>label</b>']
@@ -133,12 +132,6 @@ def test_page_shows_what_limits_the_speed_and_the_parts_of_a_step(tmp_path: Path
     assert sum(widths) == pytest.approx(460, abs=0.1)
     well = page_of([record_of(tmp_path / "well", rows, summary={"verdict": VERDICT | {"limit": "compute-bound"}})])
     assert "speed ✓ good compute-bound" in text_of(well)
-
-
-def test_parts_of_a_step_add_up_with_the_wait_for_data() -> None:
-    parts = dict(step_parts(USE))
-    assert parts == pytest.approx({"waiting for data": 0.2, "forward": 0.24, "backward": 0.48, "update of the weights": 0.08})
-    assert step_parts({"data_wait_share": 0.2}) == [], "no step was timed"
 
 
 def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:

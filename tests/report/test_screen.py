@@ -14,7 +14,7 @@ import pytest
 from hwopt import api
 from hwopt.plugin import Evidence
 from hwopt.report.run_files import with_run_files
-from hwopt.report.screen import Screen, Speed, summary_rows
+from hwopt.report.screen import Screen, Speed
 from hwopt.report.terminal import Terminal
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -72,13 +72,6 @@ def test_evidence_lists_what_is_not_active(verbose: bool) -> None:
     assert "1 of 2 plugins are active" in output.getvalue()
     assert "0 of 692 matmuls in fp32" in output.getvalue()
     assert ("498 of 692" in output.getvalue()) == verbose
-
-
-def test_summary_has_units() -> None:
-    summary = {"step": 1080, "train_runtime": 3725.4, "eval_runtime": 2.25}
-    summary |= {"train_tokens_per_second": 81_801.4, "data_wait": 0.023}
-    shown = [text for _, text in summary_rows(summary)]
-    assert shown == ["1,080", "1.03 h", "2.25 s", "81,801 tokens/s", "2.3%"]
 
 
 def test_run_log_holds_what_the_run_printed(tmp_path: Path) -> None:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from hwopt import api
-from hwopt.cli.plan import plan as plan_command
 from hwopt.planning.plan import Plan
-from hwopt.report import memory as planning_report
 from hwopt.report.terminal import Terminal, show_plan, show_values
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -53,22 +48,3 @@ def test_output_that_is_no_terminal_is_not_folded(tmp_path: Path, monkeypatch: p
     longest = max(len(line) for line in piped.getvalue().splitlines())
     assert longest > 80 >= 2 * max(len(line) for line in shown.getvalue().splitlines())
     assert not any(line.endswith(" ") for line in piped.getvalue().splitlines())
-
-
-@pytest.mark.parametrize(("arguments", "listed"), [([], False), (["--values"], True)])
-def test_plan_lists_all_values_on_request_only(
-    arguments: list[str], listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = tiny_plan(tmp_path)
-    monkeypatch.setattr(api, "resolve", lambda *_, **__: plan)
-    monkeypatch.setattr(api, "with_memory", lambda found, *_, listener, **__: listener.on_memory(found) or found)
-    monkeypatch.setattr(api, "with_gains", lambda found, *_, **__: found)
-    monkeypatch.setattr("hwopt.cli.plan.start_early", lambda: None)
-    shown: list[Any] = []
-    monkeypatch.setattr(planning_report, "show_memory", lambda console, found: shown.append(found))
-    result = CliRunner().invoke(plan_command, ["--profile", "cpu", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert shown == [plan]
-    assert "dataloader" in result.output
-    assert ("training.learning_rate" in result.output) is listed

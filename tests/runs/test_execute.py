@@ -14,7 +14,7 @@ import pytest
 from hwopt import api
 from hwopt.errors import FolderInUseError, NonFiniteError, StorageError
 from hwopt.planning.plan import Plan
-from hwopt.runs.folder import LOCK, OWNER, lock_run_folder, run_folder
+from hwopt.runs.folder import LOCK, lock_run_folder, run_folder
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 
 
@@ -40,16 +40,6 @@ class Failing(Recorder):
             if isinstance(self.what, BaseException):
                 raise self.what
             self.what()
-
-
-def test_complete_run_has_a_summary_and_no_lock(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path)
-    summary = api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    assert summary["step"] == 3
-    assert status(tmp_path / "run") == (0, "done")
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"final", "metrics.jsonl", "summary.json", "status.json", "plan.json"} <= names
-    assert not names & {LOCK, OWNER}
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,6 @@ def test_unreadable_plan_is_bad_input(plan: str, tmp_path: Path) -> None:
         read_record(folder)
 
 
-def test_folder_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such run folder"):
-        read_record(tmp_path / "missing")
-    with pytest.raises(InputError, match=r"is not a run folder: it has no plan\.json"):
-        read_record(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("words", "command"),
     [

@@ -21,7 +21,6 @@ from hwopt.errors import InputError, StorageError
 from hwopt.planning.plan import Plan
 from hwopt.saving import reader as resume
 from hwopt.saving import save_timing
-from hwopt.saving.plugin_state import named_by_class
 from hwopt.system import atomic_folder as storage
 from hwopt.system import signals
 from hwopt.testing import TINY_BERT, Recorder, logged, plan_for, relative_error, rewound, saved_bits, tiny_job, tiny_profile
@@ -462,10 +461,3 @@ def test_signal_to_a_script_saves_the_run(ignored: bool, uninterrupted: Path, tm
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     api.execute(make_plan(uninterrupted), tmp_path / "run", cache=uninterrupted / "cache", resume=True)
     assert same(tmp_path / "run", uninterrupted / "run")
-
-
-def test_plugin_states_are_named_by_class() -> None:
-    first, second, other = SimpleNamespace(), SimpleNamespace(), Recorder()
-    both = named_by_class([other, first, second])
-    assert named_by_class([first, second]).items() <= both.items()
-    assert len(both) == 3

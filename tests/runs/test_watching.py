@@ -43,12 +43,6 @@ def test_run_is_followed_until_its_process_has_ended(tmp_path: Path) -> None:
     assert found == [(5, None), (10, None), (10, 0), (10, 0)], "an exit code of an earlier process does not end it"
 
 
-def test_killed_run_is_given_up_after_a_while(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [log_row(5)], status=(None, "running"))
-    assert len(list(follow(folder, 1.0, lambda seconds: None))) == 4
-    assert len(list(follow(folder, 2.0, lambda seconds: None))) == 2
-
-
 def test_run_that_prepares_its_data_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -15,19 +15,6 @@ from hwopt.saving.checkpointer import Checkpointer, load_buffers, persistent_buf
 from hwopt.saving.reader import STATE
 
 
-class Counter:
-    """A part of the loop with a state."""
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state["value"]
-
-
 class Writer:
     """Records the write requests."""
 
@@ -79,27 +66,6 @@ def make_run(folder: Path, step: int = 5, **changed: Any) -> Any:
 def make_checkpointer(run: Any, writer: Any = None, **parts: Any) -> Checkpointer:
     best: Any = SimpleNamespace(step=0, evaluated=0, state_dict=dict, load_state_dict=lambda state: None)
     return Checkpointer(run, writer or Writer(), best, parts)
-
-
-def checkpoint(folder: Path, step: int, state: Any, own: bool = True) -> Any:
-    """A checkpoint in the folder of `run`, or in another folder."""
-    return SimpleNamespace(folder=(folder if own else folder / "other") / f"checkpoint-{step}", step=step, state=state)
-
-
-def state_of(ranks: list[Any]) -> dict[str, Any]:
-    return {"engine": {"parameters": {}}, "buffers": {}, "ranks": ranks}
-
-
-BOTH = [{"counter": {"value": 7}}, {"counter": {"value": 8}}]
-
-
-@pytest.mark.parametrize(("ranks", "value"), [(BOTH, 8), (BOTH[:1], 7)])
-def test_rank_restores_its_own_part_or_the_first(ranks: list[Any], value: int, tmp_path: Path) -> None:
-    counter, found = Counter(), checkpoint(tmp_path, 5, state_of(ranks))
-    run = make_run(tmp_path, rank=1, world_size=2, is_main=False, checkpoint=found)
-    checkpointer = make_checkpointer(run, counter=counter)
-    checkpointer.restore()
-    assert (counter.value, run.engine.loaded, checkpointer.saved_step) == (value, [{"parameters": {}}], 5)
 
 
 @pytest.mark.parametrize(

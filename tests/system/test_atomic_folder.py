@@ -34,14 +34,6 @@ def mark_of(target: Path) -> bytes:
     return (target / "config.json").read_bytes().removeprefix(FILES["config.json"])
 
 
-def test_written_folder_is_complete(tmp_path: Path) -> None:
-    target = tmp_path / "run folder ü" / "checkpoint-1"
-    write(target, b"old")
-    write(target, b"new")
-    assert mark_of(target) == b"new"
-    assert [path.name for path in target.parent.iterdir()] == ["checkpoint-1"]
-
-
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("damage") / "checkpoint-1"

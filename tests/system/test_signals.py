@@ -83,17 +83,6 @@ def test_ignored_signal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_temporary_handlers_end_with_the_block() -> None:
-    before = [signal.getsignal(number) for number in signals.EXIT_CODES]
-    with signals.temporary_handlers():
-        assert signals.handlers_installed()
-        with signals.deferred():
-            signal.raise_signal(signal.SIGTERM)
-        assert signals.received() == 143
-    assert [signal.getsignal(number) for number in signals.EXIT_CODES] == before
-    assert signals.received() is None
-
-
 def test_temporary_handlers_leave_those_of_the_caller() -> None:
     def own(number: int, frame: object) -> None:
         raise AssertionError("not sent")

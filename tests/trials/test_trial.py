@@ -64,11 +64,6 @@ def test_process_that_died_is_described_by_its_output(tmp_path: Path) -> None:
     assert killed.message.startswith("killed (SIGKILL); the system does this if the host is out of memory")
 
 
-def test_process_that_wrote_nothing_is_a_crash(tmp_path: Path) -> None:
-    assert outcome_of(VARIANT, tmp_path, 7, STEPS) == Outcome(VARIANT, "crashed", "exit code 7")
-    assert outcome_of(VARIANT, tmp_path, 0, STEPS) == Outcome(VARIANT, "crashed", "exit code 0")
-
-
 def test_trial_is_asked_for_in_the_words_of_run(tmp_path: Path) -> None:
     asked = {}
 
