@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomlkit
 from command_line import hwopt
 
 from hwopt.cli import FORMER
@@ -19,13 +20,10 @@ from hwopt.testing import TINY_BERT, write_samples
 def write_job(folder: Path, extra: str = "", **training: object) -> Path:
     write_samples(folder / "train.jsonl", 40)
     write_samples(folder / "dev.jsonl", 12, seed=1)
-    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
+    data = {"train": "train.jsonl", "eval": "dev.jsonl", "max_length": 32}
     settings = {"max_steps": 3, "logging_steps": 1} | training
-    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    (folder / "job.toml").write_text(
-        f'[model]\nconfig = {{ {config} }}\n[data]\ntrain = "train.jsonl"\neval = "dev.jsonl"\nmax_length = 32\n{extra}\n'
-        "[training]\n" + "\n".join(lines) + "\n"
-    )
+    job = tomlkit.dumps({"model": {"config": TINY_BERT}, "data": data, "training": settings})
+    (folder / "job.toml").write_text(job + extra)
     return folder / "job.toml"
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomlkit
 from command_line import hwopt
 from task_rows import write_jsonl
 
@@ -25,13 +26,7 @@ MESSAGES = [
 
 def write_job(folder: Path, model: dict[str, object], task: str, data: dict[str, object]) -> None:
     tables = {"model": {"config": model}, "task": {"kind": task}, "data": data}
-    lines = []
-    for name, table in tables.items():
-        lines.append(f"[{name}]")
-        for key, value in table.items():
-            inline = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items()) if isinstance(value, dict) else ""
-            lines.append(f"{key} = {{ {inline} }}" if inline else f"{key} = {json.dumps(value)}")
-    (folder / "job.toml").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "job.toml").write_text(tomlkit.dumps(tables), encoding="utf-8")
 
 
 @pytest.fixture

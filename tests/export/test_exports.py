@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 import yaml
 
 from hwopt import api
@@ -168,11 +169,8 @@ PROFILE = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_samples(tmp_path / "train.jsonl", 41)
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_BERT.items())
-    (tmp_path / "job.toml").write_text(
-        f'[model]\nconfig = {{ {pairs} }}\n[data]\ntrain = "train.jsonl"\nmax_length = 32\n'
-        "[training]\nmax_steps = 3\nlearning_rate = 1e-3\nlogging_steps = 1\n"
-    )
+    data, training = {"train": "train.jsonl", "max_length": 32}, {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1}
+    (tmp_path / "job.toml").write_text(tomlkit.dumps({"model": {"config": TINY_BERT}, "data": data, "training": training}))
     (tmp_path / "ddp.toml").write_text(PROFILE)
     (tmp_path / "zero.toml").write_text(PROFILE + '[plugins.zero]\nstage = 2\noffload = "none"\n')
     monkeypatch.chdir(tmp_path)
