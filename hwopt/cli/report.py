@@ -50,7 +50,7 @@ def watch(run: Path, interval: float) -> int:
     """Show RUN until it ends, and return its exit code. A pipe gets one line per log point."""
     from rich.live import Live
 
-    from hwopt.report.screen import panel, plain_line
+    from hwopt.report.screen import log_line, panel
     from hwopt.report.terminal import Terminal
     from hwopt.runs.record import follow, last_warnings
 
@@ -65,7 +65,7 @@ def watch(run: Path, interval: float) -> int:
             shown = 0
             for record in follow(run, interval, time.sleep):
                 for row in record.rows[shown:]:  # a resumed run has fewer rows for a while
-                    say(plain_line(record, row))
+                    say(log_line(row, record.total_steps))
                 shown = len(record.rows)
     except KeyboardInterrupt:
         say(f"Stopped watching. The run {'ended' if record and record.alive is False else 'continues'}.")

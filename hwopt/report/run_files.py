@@ -1,11 +1,10 @@
-"""The files that a person reads of a run, as listeners: report.html and run.log; and `hwopt.train`, which passes them in."""
+"""The files that a person reads of a run, as listeners: report.html and run.log."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from io import StringIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hwopt.report.page import REPORT, page_of
 from hwopt.report.screen import Screen
@@ -13,7 +12,7 @@ from hwopt.report.terminal import Terminal, show_plan
 from hwopt.runs.record import LOG, is_run_folder, read_record
 from hwopt.system.paths import write_text, writing
 from hwopt.text import first_line
-from hwopt.training.listener import DONE, Listener, Listeners, Summary
+from hwopt.training.listener import DONE, Listener, Listeners
 
 if TYPE_CHECKING:
     from hwopt.training.run import Run
@@ -62,10 +61,3 @@ class RunLog(Screen):
 def with_run_files(*listeners: Listener) -> Listeners:
     """`listeners`, and those that write report.html and run.log. The log comes last, so that it holds what the others say."""
     return Listeners(*listeners, ReportFile(), RunLog())
-
-
-def train(job: Path | str | None = None, profile: str = "auto", *, listener: Listener | None = None, **given: Any) -> Summary:
-    """`api.train`, with run.log and report.html in the run folder, as `hwopt run` writes them."""
-    from hwopt import api
-
-    return api.train(job, profile, listener=with_run_files(*([listener] if listener else [])), **given)

@@ -161,8 +161,9 @@ class Speed:
         return timedelta(seconds=round(steps * self.seconds_per_step))
 
 
-def log_line(row: Row, total_steps: int | None, left: timedelta | None = None) -> str:
-    """A log point, or an evaluation, as a line of a file."""
+def log_line(found: MetricRow, total_steps: int | None, left: timedelta | None = None) -> str:
+    """A log point, or an evaluation, as a line of a file. A value that was not finite is "nan"."""
+    row = {key: value_of(found, key) for key in found}
     for kind in ("eval", "test"):
         if any(key.startswith(f"{kind}_") for key in row):
             return f"{kind} at step {int(row['step'])} (epoch {row['epoch']:.2f}): {'  '.join(metric_texts(row, kind))}"
@@ -223,17 +224,7 @@ def panel(record: RunRecord, warnings: list[str], width: int) -> Group:
             speed.add(dict(row))
     left = speed.seconds_left((total or 0) - record.step)
     newest = record.log_rows[-1:] + record.evaluations[-1:]
-    lines = [log_line(with_nan(row), total, left if record.exit_code is None else None) for row in newest]
+    lines = [log_line(row, total, left if record.exit_code is None else None) for row in newest]
     parts += map(Text, lines or ["no log point yet: data and model are being prepared, or the first steps run"])
     parts += [Text(printable(line), style="yellow") for line in warnings]
     return Group(*parts)
-
-
-def plain_line(record: RunRecord, row: MetricRow) -> str:
-    """One row of metrics as a line for a file or a pipe."""
-    return log_line(with_nan(row), record.total_steps)
-
-
-def with_nan(row: MetricRow) -> dict[str, float]:
-    """`row` with NaN for values that were not finite."""
-    return {key: value_of(row, key) for key in row}

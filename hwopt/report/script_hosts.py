@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hwopt import api
 from hwopt.hosts import accelerate, own_training, torch, trainer
 from hwopt.hosts.apply import Applied
 from hwopt.hosts.apply import apply as apply_plugins
-from hwopt.report import run_files
-from hwopt.report.run_files import ReportFile
+from hwopt.report.run_files import ReportFile, with_run_files
 from hwopt.runs.journal import ScriptJournal
 from hwopt.text import printable
 from hwopt.training.listener import Listener, Listeners, Summary
@@ -22,10 +22,13 @@ def optimized(trainer_class: type, profile: str = "auto", *, listener: Listener 
 
 
 def train(job: Path | str | None = None, profile: str = "auto", *, listener: Listener | None = None, **given: Any) -> Summary:
-    """`run_files.train` of a job; with `model=`, `own_training.train_own`, whose first argument is the profile."""
+    """`api.train` of a job; with `model=`, `own_training.train_own`, whose first argument is the profile.
+
+    Both write run.log and report.html in the run folder, as `hwopt run` does.
+    """
     if "model" not in given:
-        return run_files.train(job, profile, listener=listener, **given)
-    files = run_files.with_run_files(with_lines(listener))
+        return api.train(job, profile, listener=with_run_files(*([listener] if listener else [])), **given)
+    files = with_run_files(with_lines(listener))
     return own_training.train_own(str(job) if job is not None else profile, listener=files, **given)
 
 

@@ -108,7 +108,7 @@ class Checkpointer:
         referenced = {reader.read_metadata(path).get("best_step") for path in kept} | (
             set() if best_is_final else {self.best.step}
         )
-        unused = [path for step, path in reader.best_folders(folder).items() if step not in referenced]
+        unused = [path for step, path in reader.numbered(folder, "best").items() if step not in referenced]
         for path in (*checkpoints[len(kept) :], *unused):
             shutil.rmtree(path, ignore_errors=True)
 

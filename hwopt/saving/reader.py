@@ -88,11 +88,6 @@ def best_folder(folder: Path, step: int) -> Path:
     return folder / f"best-{step}"
 
 
-def best_folders(folder: Path) -> dict[int, Path]:
-    """Step -> folder of best weights."""
-    return numbered(folder, "best")
-
-
 def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
     """The checkpoint in `folder`. Raises StorageError if it is missing, corrupt, or of another format."""
     if not folder.is_dir():

@@ -65,10 +65,6 @@ class BenchRow:
     note: str = ""
     """Why it was not measured, and what else there is to say."""
 
-    def to_dict(self) -> dict[str, Any]:
-        found, figures = self.speedup, ("value", "low", "high", "rounds", "clear")
-        return asdict(self) | {"speedup": found and {name: getattr(found, name) for name in figures}}
-
 
 @dataclass(frozen=True)
 class Bench:
@@ -86,7 +82,7 @@ class Bench:
     def to_dict(self) -> dict[str, Any]:
         """What `hwopt bench --format json` prints."""
         found = {"facts": dict(self.facts), "memory_kind": self.memory_kind, "notes": list(self.notes)}
-        return found | {"variants": [row.to_dict() for row in self.rows]}
+        return found | {"variants": [asdict(row) for row in self.rows]}
 
 
 class Benchmark:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -20,27 +20,14 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Speedup:
-    """The speed of a variant over that of its reference, one value per round."""
+    """The speed of a variant over that of its reference: the median of the rounds, the lowest and the highest one."""
 
-    values: tuple[float, ...]
+    value: float
+    low: float
+    high: float
+    rounds: int
     clear: bool = False
     """Whether it differs from 1 by more than the noise."""
-
-    @property
-    def value(self) -> float:
-        return median(self.values)
-
-    @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return max(self.values)
-
-    @property
-    def rounds(self) -> int:
-        return len(self.values)
 
 
 def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speedup | None = None) -> Speedup | None:
@@ -48,20 +35,23 @@ def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speed
 
     `floor`: the ratio of two copies of the baseline, without which nothing is clear.
     """
-    values = tuple(ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys()))
-    return Speedup(values, floor is not None and is_clear(values, floor.values)) if values else None
+    values = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
+    if not values:
+        return None
+    found = Speedup(median(values), min(values), max(values), len(values))
+    return replace(found, clear=floor is not None and is_clear(found, floor))
 
 
-def is_clear(values: Sequence[float], floor: Sequence[float]) -> bool:
+def is_clear(found: Speedup, floor: Speedup) -> bool:
     """Whether every round lies on the same side of 1, further away than any round of `floor`, two copies of the baseline.
 
     If a variant equals its reference, its distances and those of the copies are alike: after three rounds this happens in
     about one of 80 benches (1/4 for the same side, 1/20 for the order of the six distances), after five in one of 4,000.
     """
-    if min(len(values), len(floor)) < LEAST_ROUNDS:
+    if min(found.rounds, floor.rounds) < LEAST_ROUNDS:
         return False
-    ours, noise = ([math.log(ratio) for ratio in ratios] for ratios in (values, floor))
-    return (min(ours) > 0 or max(ours) < 0) and min(map(abs, ours)) > max(map(abs, noise))
+    ends, noise = ([abs(math.log(each.low)), abs(math.log(each.high))] for each in (found, floor))
+    return (found.low > 1 or found.high < 1) and min(ends) > max(noise)
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
@@ -95,8 +85,3 @@ def parity(
     largest = max(abs(a - b) / max(abs(b), 1e-12) for a, b in finite)
     text = f"up to {largest:.2g} apart" if largest else "equal"
     return text, largest <= (TOLERANCE if effect == "rounding" else 0.0)
-
-
-def strongest(effects: Sequence[MeasuredEffect]) -> MeasuredEffect:
-    """The effect that changes most; "bits" for none."""
-    return max(effects, key=("bits", "rounding", "method").index, default="bits")

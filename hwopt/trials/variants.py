@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import tomlkit
-
 from hwopt.config.job import JobFile
+from hwopt.config.toml_text import inline
 from hwopt.errors import HwoptError, InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.trials.rounds import MeasuredEffect, strongest
+from hwopt.trials.rounds import MeasuredEffect
 from hwopt.trials.trial import Variant
 
 BASELINE, COPY = "baseline", "baseline again"
@@ -104,9 +103,7 @@ def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
     """The assignment that gives `plugin` this table; None turns it off."""
     if table is None:
         return f"plugins.{plugin}.enabled=false"
-    inline = tomlkit.inline_table()
-    inline.update({"enabled": True, **table})
-    return f"plugins.{plugin}={inline.as_string()}"
+    return f"plugins.{plugin}={inline({'enabled': True, **table}).as_string()}"
 
 
 def planned_variants(contest: Contest, resolve: Resolve, fit_problem: Callable[[Plan], str]) -> list[PlannedVariant]:
@@ -165,14 +162,14 @@ def what_trains(plan: Plan) -> Any:
 
 
 def effect_between(ours: Plan, theirs: Plan) -> MeasuredEffect:
-    """The strongest effect of the plugins in which two plans differ."""
+    """The strongest effect of the plugins in which two plans differ; "bits" for none."""
     tables = [{entry.name: entry for entry in plan.applied()} for plan in (ours, theirs)]
     found: list[MeasuredEffect] = []
     for name in dict.fromkeys([*tables[0], *tables[1]]):
         entries = [table[name] for table in tables if name in table]
         if len(entries) < 2 or entries[0].options != entries[1].options:
             found += [entry.plugin.effect for entry in entries]
-    return strongest(found)
+    return max(found, key=("bits", "rounding", "method").index, default="bits")
 
 
 def loss_obstacle(ours: Plan, theirs: Plan) -> str:

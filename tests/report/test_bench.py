@@ -20,7 +20,7 @@ FACTS = {"profile": "mine", "baseline": "no plugins: fp32, 8 rows per step"}
 
 def row(name: str, role: str, reference: str = "", value: float | None = None, **more: Any) -> BenchRow:
     clear = more.pop("clear", True)
-    found = None if value is None else Speedup((value * 0.98, value, value, value, value * 1.02), clear)
+    found = None if value is None else Speedup(value, value * 0.98, value * 1.02, 5, clear)
     measured = {"samples_per_second": 100.0, "tokens_per_second": 2345.6, "seconds_per_step": 0.08, "seconds_per_epoch": 150.0}
     figures = {} if more.get("ending") else {"rounds": 5, "peak_gib": 0.75, **measured}
     return BenchRow(name, role, reference, speedup=found, **(figures | more))  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_page_begins_with_the_verdict() -> None:
 
 
 def test_difference_that_is_not_clear_is_marked() -> None:
-    found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup((0.98, 1.0, 1.01, 1.02, 1.02)))])
+    found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup(1.01, 0.98, 1.02, 5))])
     assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(printed(found))
 
 

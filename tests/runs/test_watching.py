@@ -12,7 +12,7 @@ from report.run_folders import PLAN, log_row, log_rows, write_run
 from rich.console import Console
 from runs.test_record import owned
 
-from hwopt.report.screen import panel, plain_line
+from hwopt.report.screen import log_line, panel
 from hwopt.runs.folder import OWNER
 from hwopt.runs.record import follow, last_warnings, read_record
 
@@ -82,4 +82,4 @@ def test_panel_has_progress_speed_memory_and_warnings(tmp_path: Path) -> None:
 
 def test_line_of_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     record = read_record(write_run(tmp_path / "run", [log_row(5, loss=None)]))
-    assert plain_line(record, record.rows[0]).startswith("step 5/100  loss nan  lr 0.001  6.25 steps/s  2,000 tokens/s")
+    assert log_line(record.rows[0], record.total_steps).startswith("step 5/100  loss nan  lr 0.001  6.25 steps/s  2,000 tokens/s")
