@@ -29,6 +29,8 @@ class Screenshot:
     """The lines at the end, without trailing spaces."""
     colours: set[str]
     """The colours of the letters at the end."""
+    cursor: bool
+    """Whether the cursor is shown at the end."""
     exit_code: int
 
     @property
@@ -54,7 +56,7 @@ def on_terminal(work: Callable[[], int], columns: int, within: float = 120.0) ->
     while lines and not lines[-1]:
         lines.pop()
     colours = {letter.fg for row in screen.buffer.values() for letter in row.values()}
-    return Screenshot(lines, colours, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return Screenshot(lines, colours, not screen.cursor.hidden, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def read(master: int, deadline: float, pid: int) -> bytes:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cli.test_cli import write_job
 from report.run_folders import log_rows, write_run
 from runs.test_record import owned
+from terminals import on_terminal
+
+from hwopt.cli import run_command
 
 HWOPT = (sys.executable, "-m", "hwopt")
-SHOW_CURSOR = "\x1b[?25h"
 
 
 def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path) -> None:
@@ -38,38 +39,15 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path) -> No
     assert lines[-1] == f"{Path('runs', 'mine')}: done, 40 steps"
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-def test_interrupt_restores_the_terminal_and_leaves_the_run(tmp_path: Path) -> None:
-    import pty
+def test_interrupt_restores_the_terminal_and_leaves_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
 
     owned(write_run(tmp_path / "run", log_rows(), status=(None, "running")))
-    main, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    with subprocess.Popen(
-        [*HWOPT, "report", "--watch", "run", "--interval", "0.1"],
-        cwd=tmp_path,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment,
-    ) as watch:
-        os.close(terminal)
-        shown = ""
-        while "3.50 GiB" not in shown:
-            shown += os.read(main, 4096).decode(errors="replace")
-        watch.send_signal(signal.SIGINT)
-        while part := read_or_end(main):
-            shown += part
-        assert watch.wait() == 0
-    os.close(main)
-    assert "running, step 100 of 100" in shown
-    assert shown.rindex(SHOW_CURSOR) < shown.rindex("Stopped watching. The run continues.")
-    assert "Traceback" not in shown
-
-
-def read_or_end(terminal: int) -> str:
-    """The next output; "" once the process has ended, at which a pseudo-terminal raises an error."""
-    try:
-        return os.read(terminal, 4096).decode(errors="replace")
-    except OSError:
-        return ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "sleep", interrupt)
+    shown = on_terminal(partial(run_command, ["report", "--watch", "run"]), 80)
+    assert (shown.exit_code, shown.cursor) == (0, True)
+    assert "running, step 100 of 100" in shown.text
+    assert "3.50 GiB" in shown.text
+    assert shown.lines[-1] == "Stopped watching. The run continues."
