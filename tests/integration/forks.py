@@ -114,3 +114,11 @@ def run_ranks(
         os._exit(code)
 
     return [wait_for_exit(pid) for pid in forked_ranks(work, ranks, folder, output)]
+
+
+def on_ranks(work: Callable[[int], None], folder: Path, ranks: int = 2) -> str:
+    """Call `work(rank)` in a child process for each rank, and return what they printed. Raises AssertionError if one fails."""
+    output = folder / "output.txt"
+    codes = [wait_for_exit(pid) for pid in forked_ranks(work, ranks, folder, output)]
+    assert codes == [0] * ranks, output.read_text()[-3000:]
+    return output.read_text()

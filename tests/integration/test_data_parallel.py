@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hwopt.errors import HwoptError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.report.screen import Screen
+from hwopt.runs.status import status_code
 from hwopt.system import signals
 from hwopt.testing import logged, relative_error
 
@@ -100,11 +100,6 @@ def train(folder: Path, name: str, case: Case = Case()) -> tuple[list[int], str]
     return codes, output.read_text()
 
 
-def status(folder: Path, name: str) -> int:
-    found: int = json.loads((folder / "runs" / name / "status.json").read_text())["exit_code"]
-    return found
-
-
 def losses(folder: Path) -> list[float]:
     return logged(folder, "loss") + logged(folder, "eval_loss")
 
@@ -126,7 +121,7 @@ def test_one_rank_recovers_from_oom_with_correct_weights(case: tuple[dict[str, s
         codes, output = train(tmp_path, name, failing)
         folder = tmp_path / "runs" / name
         assert codes == [0, 0], output[-3000:]
-        assert status(tmp_path, name) == 0
+        assert status_code(tmp_path / "runs" / name) == 0
         what = "Evaluation" if name == "eval" else "Training"
         assert f"{what} ran out of memory{' on rank 1:' if failing.failing_rank else ' at step '}" in output
         assert losses(folder) == pytest.approx(losses(tmp_path / "runs" / "plain"), rel=max(limit, 1e-5))
@@ -147,14 +142,14 @@ def test_rank_that_cannot_recover_ends_both(where: str, begin: int, warm: None, 
     codes, output = train(tmp_path, "short", Case(where, 1, begin, 10_000))
     assert "not even row by row" in output
     assert "rank 1 ended with exit code 7" in output
-    assert (codes, status(tmp_path, "short")) == ([7, 7], 7)
+    assert (codes, status_code(tmp_path / "runs" / "short")) == ([7, 7], 7)
 
 
 def test_other_failure_of_a_rank_ends_both(warm: None, tmp_path: Path) -> None:
     """The other rank reports a lost connection. Under a launcher, the launcher's report replaces that."""
     write_all(tmp_path)
     codes, output = train(tmp_path, "broken", Case("forward", 1, 3, 4, "broken"))
-    assert (codes, status(tmp_path, "broken")) == ([9, 1], 1), output[-3000:]
+    assert (codes, status_code(tmp_path / "runs" / "broken")) == ([9, 1], 1), output[-3000:]
     assert "a bug on one rank" in output
 
 

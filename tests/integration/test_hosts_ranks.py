@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from hosts.scripts import bert, farthest, llama, padded, rows, train
 from hosts.test_trl import QUIET, SPLIT, data, preference_model, sft
 from hosts.test_trl import train as train_trl
-from integration.forks import forked_ranks, wait_for_exit
+from integration.forks import on_ranks
 from transformers import LlamaForCausalLM, Trainer
 
 import hwopt
@@ -41,9 +41,7 @@ def test_ranks_with_other_numbers_of_parts_share_gradients_once(own_loop: bool, 
             torch.save(accelerator.unwrap_model(model).classifier.weight, tmp_path / f"{ours}.pt")
 
     for ours in (False, True):
-        output = tmp_path / f"{ours}.txt"
-        ranks = forked_ranks(lambda rank, ours=ours: work(rank, ours), 2, tmp_path, output)
-        assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
+        on_ranks(lambda rank, ours=ours: work(rank, ours), tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "True.pt"), torch.load(tmp_path / "False.pt"))
 
 
@@ -68,9 +66,7 @@ def test_what_trl_gathers_in_each_micro_batch_is_added_up_once_a_step(kind: str,
 
     found: dict[tuple[bool, int], Any] = {}
     for ours in (False, True):
-        output = tmp_path / f"{ours}.txt"
-        ranks = forked_ranks(lambda rank, ours=ours: work(rank, ours), 2, tmp_path, output)
-        assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
+        on_ranks(lambda rank, ours=ours: work(rank, ours), tmp_path)
         found |= {(ours, rank): json.loads((tmp_path / f"{ours}-{rank}.json").read_text()) for rank in (0, 1)}
     counts = [[len(sizes) for sizes in found[True, rank][1]] for rank in (0, 1)]
     assert counts[0] != counts[1]
@@ -92,9 +88,7 @@ def test_losses_and_norms_on_two_ranks(make: Any, tmp_path: Path) -> None:
         return json.loads((tmp_path / f"{name}-{rank}.json").read_text())
 
     for name in ("plain", "ours"):
-        output = tmp_path / f"{name}.txt"
-        ranks = forked_ranks(lambda rank, name=name: work(name), 2, tmp_path, output)
-        assert [wait_for_exit(rank) for rank in ranks] == [0, 0], output.read_text()
+        on_ranks(lambda rank, name=name: work(name), tmp_path)
     assert farthest(result("ours", 0)[0], result("plain", 0)[0]) < 1e-5
     for rank in (0, 1):
         assert all(sum(rows for rows, _ in sizes) == 16 for sizes in result("ours", rank)[1])

@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from integration.forks import forked_ranks, wait_for_exit
+from integration.forks import on_ranks
 from integration.ranks_folder import FP32, RUN, write_job, write_profile
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
 from hwopt.runs.launch import broadcast_folder
+from hwopt.runs.status import status_code
 from hwopt.testing import relative_error
 
 
@@ -57,11 +58,6 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     for foreign in ("Traceback", "CalledProcessError", "ChildFailedError", "torch.distributed", "SIGTERM"):
         assert foreign not in errors, errors
     return process.returncode, errors.removeprefix("loading torch …\n")
-
-
-def status(folder: Path, name: str) -> int | None:
-    found: int | None = json.loads((folder / "runs" / name / "status.json").read_text())["exit_code"]
-    return found
 
 
 def running(word: str, folder: Path) -> list[str]:
@@ -98,7 +94,7 @@ def test_two_processes_match_one_process(
     assert "\x1b[" in screen
     assert max(len(line) for line in screen.splitlines() if line.startswith("batch ")) > 100
     assert screen.count("evidence") == 1, "only rank 0 prints"
-    assert status(folder, "job-ranks") == 0
+    assert status_code(folder / "runs" / "job-ranks") == 0
     assert json.loads((folder / "runs" / "job-ranks" / "plan.json").read_text())["world_size"] == 2
 
     monkeypatch.chdir(folder)
@@ -115,13 +111,13 @@ def test_cause_of_the_end_is_reported_once(folder: Path) -> None:
     ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(killed.pid).children()}
     ranks["1"].kill()
     code, errors = end(killed)
-    assert (code, status(folder, "killed")) == (9, 9), errors
+    assert (code, status_code(folder / "runs" / "killed")) == (9, 9), errors
     assert errors.startswith("error: rank 1 was killed (SIGKILL)")
     assert len(errors.splitlines()) == 1
     assert not running(" killed ", folder), "nor its data-loading workers"
 
     code, errors = end(diverged)
-    assert (code, status(folder, "diverged")) == (5, 5), errors
+    assert (code, status_code(folder / "runs" / "diverged")) == (5, 5), errors
     assert errors.startswith("error: a gradient was not finite")
     assert len(errors.splitlines()) == 1
 
@@ -152,6 +148,4 @@ def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:
         print(broadcast_folder(Path(f"runs/job-{rank}"), None, 0)[0].name)
         dist.destroy_process_group()
 
-    output = tmp_path / "output"
-    assert [wait_for_exit(pid) for pid in forked_ranks(agree, 2, tmp_path, output)] == [0, 0]
-    assert output.read_text().split() == ["job-0", "job-0"]
+    assert on_ranks(agree, tmp_path).split() == ["job-0", "job-0"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from integration.forks import forked_ranks, wait_for_exit
+from integration.forks import on_ranks
 
 from hwopt.tasks.entity_metrics import EntityMetrics
 from hwopt.tasks.metrics import ClassMetrics, LossMetrics, RegressionMetrics
@@ -42,8 +42,7 @@ def test_ranks_with_different_numbers_of_samples_have_the_metrics_of_one(tmp_pat
         found = {name: [each.compute(), each.details()] for name, each in measured(SHARES[rank]).items()}
         (tmp_path / f"{rank}.json").write_text(json.dumps(found))
 
-    output = tmp_path / "output"
-    assert [wait_for_exit(pid) for pid in forked_ranks(work, 2, tmp_path, output)] == [0, 0], output.read_text()
+    on_ranks(work, tmp_path)
     alone = measured(slice(0, 12))
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
