@@ -148,10 +148,7 @@ class Picky(PluginOptions):
 
 ERRORS = (SystemExit(0), Boom("boom"), MemoryError(), HwoptError("boom"))
 CLASSES: dict[str, type[Plugin]] = {
-    **{
-        f"probe raises {error!r}": variant(probe=raising(error))
-        for error in (SystemExit(0), Boom("boom"), MemoryError(), HwoptError("boom"))
-    },
+    **{f"probe raises {error!r}": variant(probe=raising(error)) for error in ERRORS},
     "the constructor raises": variant(__init__=raising(RuntimeError("boom"))),
     "probe returns evidence": variant(probe=returning(Evidence.active("x"))),
     "probe falls back and has values": variant(probe=returning(Decision("fallback", "x", ({"value": 1},)))),

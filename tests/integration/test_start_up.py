@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import named
 from documented_folder import write_pairs
 from hostile.test_input import check_message
 
@@ -97,16 +96,13 @@ def test_json_output_has_only_json_on_standard_output(folder: Path) -> None:
 
 
 BAD = [
-    *("run no-such.toml --profile cpu", "run job.toml --profile cpu --set training.learning_rat=1", "--no-such"),
-    *("plan a_pipe.toml", "run job.toml --profile no-such", "run job.toml --profile cpu --memory-limit 8x"),
-    *("run job.toml --profile cpu --name ../x", "run job.toml --profile cpu --resume-from no-such"),
+    *("run no-such.toml --profile cpu", "run job.toml --profile cpu --set training.learning_rat=1", "plan a_pipe.toml"),
     "run job.toml --profile cpu --set plugins.dataloader.num_workers=-1 --processes 2",
-    "export job.toml --profile cpu --to accelerate --set plugins.no_such.x=1",
 ]
 WITHOUT_TORCH = "import sys; from hwopt.cli import run_command; print(run_command(sys.argv[1:]), 'torch' in sys.modules)"
 
 
-@pytest.mark.parametrize("command", named({each: each for each in BAD}, BAD[:4]))
+@pytest.mark.parametrize("command", BAD)
 def test_bad_input_is_reported_before_torch_is_imported(command: str) -> None:
     found = printed(WITHOUT_TORCH, command.split())
     assert found.stdout == "2 False\n"

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,22 +38,3 @@ def test_tune_of_a_tiny_job_keeps_the_rows_per_step_and_leaves_no_run(tmp_path: 
         checked = hwopt("check", "cpu_tuned.toml", "--format", "json", cwd=tmp_path)
         assert checked.returncode == 0, checked.stdout
     assert {path.name for path in tmp_path.iterdir()} == left
-
-
-def test_interrupt_ends_the_trial_and_exits_with_130(tmp_path: Path) -> None:
-    write_job(tmp_path)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    command = [sys.executable, "-m", "hwopt", "tune", "job.toml", "--profile", "cpu", "--steps", "100000"]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(temporary.glob("hwopt-tune-*/1/metrics.jsonl")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no trial trained within two minutes"
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 130, message
-    assert not list(temporary.glob("hwopt-tune-*"))
-    assert not list(tmp_path.glob("*_tuned.toml"))

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs.test_execute import Failing, make_plan, status
+from runs.test_execute import Failing, make_plan
 
 import hwopt
 from hwopt import api
@@ -16,6 +16,7 @@ from hwopt.report.page import REPORT
 from hwopt.report.run_files import with_run_files
 from hwopt.runs.processes import PROCESSES
 from hwopt.runs.record import read_record
+from hwopt.runs.status import read_status
 from hwopt.testing import Recorder
 
 
@@ -50,7 +51,7 @@ def test_report_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(run_files, "page_of", lambda records: 1 / 0)
     summary = api.execute(make_plan(tmp_path), tmp_path / "run", with_run_files(heard), cache=tmp_path / "cache")
     assert summary["step"] == 3
-    assert status(tmp_path / "run") == (0, "done")
+    assert read_status(tmp_path / "run") == (0, "done")
     assert [text for text in heard.warnings if "report.html could not be written: division by zero" in text]
 
 

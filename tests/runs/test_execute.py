@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -15,16 +14,12 @@ from hwopt import api
 from hwopt.errors import FolderInUseError, NonFiniteError, StorageError
 from hwopt.planning.plan import Plan
 from hwopt.runs.folder import LOCK, lock_run_folder, run_folder
+from hwopt.runs.status import read_status
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 
 
 def make_plan(folder: Path, **training: Any) -> Plan:
     return plan_for(tiny_profile(), tiny_job(folder / "data", **({"max_steps": 3, "logging_steps": 1} | training)))
-
-
-def status(folder: Path) -> tuple[int | None, str]:
-    found = json.loads((folder / "status.json").read_text())
-    return found["exit_code"], found["message"]
 
 
 class Failing(Recorder):
@@ -63,7 +58,7 @@ def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, messag
         api.execute(make_plan(tmp_path), tmp_path / "run", Failing(error), cache=tmp_path / "cache")
     assert caught.value is error or caught.value.__cause__ is error
     assert isinstance(caught.value, StorageError) == (code == 6)
-    found, status_message = status(tmp_path / "run")
+    found, status_message = read_status(tmp_path / "run")
     assert found == code
     assert message in status_message
     assert not (tmp_path / "run" / LOCK).exists()

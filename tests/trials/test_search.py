@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-from trials.surfaces import Surface, searched
+from trials.surfaces import searched
 
 from hwopt.records.throughput import Window
 from hwopt.trials.search import Axis, Forecast, Measurement, Search, Setting
@@ -61,30 +61,6 @@ def test_search_is_within_5_percent_of_the_best_setting_in_12_trials(
     )
     assert max(trials) <= 12
     assert len(held) >= HOLD * len(found), sorted(found, key=lambda each: -each.regret)[:10]
-
-
-@pytest.mark.parametrize("seconds", [1e-4, 3e-3], ids="{} s a row".format)
-@pytest.mark.parametrize("cores", [2, 16])
-def test_slow_tokenising_loader_gets_97_percent_of_the_best_workers(cores: int, seconds: float) -> None:
-    surface = Surface(0)
-    surface.cores, surface.prepare, surface.jitter = cores, seconds, 0.05
-    surface.workers = [number for number in (0, 1, 2, 3, 4, 6, 8, 12, 16) if number <= cores]
-    surface.start = (*surface.start[:1], 0, 0, *surface.start[3:])
-    axes = [axis if axis.input else Axis(1, 0) for axis in surface.axes]
-
-    def of(setting: Setting) -> Setting:
-        return tuple(
-            choice if axis.input else start for axis, choice, start in zip(surface.axes, setting, surface.start, strict=True)
-        )
-
-    search = Search(axes, lambda setting: Forecast(str(setting), True), lambda setting: surface.measure(of(setting)))
-    search.run()
-    by_hand = min(
-        surface.seconds((surface.start[0], workers, ahead, *surface.start[3:]))[0]
-        for workers in range(len(surface.workers))
-        for ahead in range(3)
-    )
-    assert by_hand / surface.seconds(of(search.best))[0] >= 0.97
 
 
 def test_setting_that_does_not_fit_is_not_measured() -> None:

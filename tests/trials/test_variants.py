@@ -66,17 +66,13 @@ def planner(tmp_path: Path) -> Planner:
     return Planner(tmp_path)
 
 
-def test_baseline_has_no_plugins(planner: Planner) -> None:
+def test_plugins_are_added_to_the_baseline_and_left_out_of_the_profile(planner: Planner) -> None:
     found = planner.candidates()
     plan = found[BASELINE].plan
     assert plan is not None
     assert list(plan.applied()) == []
     assert (plan.batch.step, plan.training.learning_rate) == (8, 1e-3)
     assert list(found) == [BASELINE, COPY, "+ optimizer", "+ batch", "+ tf32", "profile", "- optimizer", "- batch", "- tf32"]
-
-
-def test_each_plugin_is_added_and_left_out(planner: Planner) -> None:
-    found = planner.candidates()
     names = {
         name: {entry.name for entry in candidate.plan.applied()}
         for name, candidate in found.items()
@@ -86,10 +82,6 @@ def test_each_plugin_is_added_and_left_out(planner: Planner) -> None:
     assert names["profile"] == {"optimizer", "batch"}
     assert names["- optimizer"] == {"batch"}
     assert (found["+ optimizer"].reference, found["- optimizer"].reference) == (BASELINE, "profile")
-
-
-def test_skipped_plugin_is_not_run(planner: Planner) -> None:
-    found = planner.candidates()
     for name in ("+ tf32", "- tf32"):
         assert (found[name].ending, found[name].runs) == ("not applied here", False)
         assert "CUDA" in found[name].note
