@@ -17,8 +17,6 @@ from hwopt.records.throughput import Ratio, Unit, Window, rate, rate_ratio
 TRIALS = 12
 WAITS = 0.02
 """Below this part of the time the loop does not wait for data: a faster input gains nothing."""
-SLOWER = 1.5
-"""A setting that the forecast makes slower by more is not tried. It does not know that small micro-batches use a device badly."""
 LARGER = 0.2
 """The part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast."""
 UNKNOWN_NOISE_GAIN = 1.05
@@ -127,10 +125,6 @@ class Search:
         """The trials that did not fail."""
         return [trial for trial in self.trials if trial.measurement.failure is None]
 
-    def failed(self, *kinds: Failure) -> list[Setting]:
-        """The settings of the trials that failed in one of these ways."""
-        return [trial.setting for trial in self.trials if trial.measurement.failure in kinds]
-
     @property
     def winner(self) -> Trial:
         """The fastest trial of those that are clearly faster than the start; else the first one."""
@@ -156,7 +150,7 @@ class Search:
         expected = []
         for axis, setting in self.neighbours(fastest):
             seconds = self.relative_seconds(setting, fastest.setting)
-            if min(seconds) <= SLOWER and not self.is_ruled_out(setting):
+            if not self.is_ruled_out(setting):
                 gain = self.doublings(setting, fastest.setting) * LARGER
                 expected.append((not axis.input, math.log(math.prod(seconds)) / 2 - gain, setting))
         return min(expected)[-1] if expected else None
@@ -206,7 +200,7 @@ class Search:
     def fits(self, setting: Setting) -> bool:
         """Whether `setting` is a plan that may fit, by the forecast and by the trials that ran out of memory."""
         plan = self.plan(setting)
-        failed = self.failed("out of memory")
+        failed = [trial.setting for trial in self.trials if trial.measurement.failure == "out of memory"]
         return plan is not None and plan.fits is not False and not any(self.needs_as_much(setting, each) for each in failed)
 
     def needs_as_much(self, setting: Setting, failed: Setting) -> bool:
@@ -218,17 +212,10 @@ class Search:
         return all(setting[number] >= failed[number] for number in sizes)
 
     def is_ruled_out(self, setting: Setting) -> bool:
-        """Whether `setting` does not fit, is the plan of a trial, or has what may have made a trial crash."""
+        """Whether `setting` does not fit, or is the plan of a trial."""
         plan = self.plan(setting)
         measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
-        if plan is None or plan.plan in measured or not self.fits(setting):
-            return True
-        return any(self.crashes(setting, each) for each in self.failed("crash", "time limit"))
-
-    def crashes(self, setting: Setting, failed: Setting) -> bool:
-        """Whether `setting` has a choice of `failed` that no trial had without a failure."""
-        shared = [number for number, axis in enumerate(self.axes) if not axis.input and setting[number] == failed[number]]
-        return any(all(trial.setting[number] != failed[number] for trial in self.good) for number in shared)
+        return plan is None or plan.plan in measured or not self.fits(setting)
 
     def relative_seconds(self, setting: Setting, to: Setting) -> tuple[float, float]:
         """The predicted time of a step with `setting` relative to that with `to`, at both ends; 1 without a forecast."""
