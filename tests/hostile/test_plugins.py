@@ -6,7 +6,6 @@ import json
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -178,36 +177,30 @@ def test_bad_plugin_name_is_refused(name: str, folder: Path, monkeypatch: pytest
     assert DISTRIBUTION in message
 
 
+def loud(what: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, which prints `what` first."""
+
+    def printing(*arguments: Any) -> Any:
+        print(f"in {what}")
+        return hook(*arguments)
+
+    return printing
+
+
 def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loud(what: str, model: Any, *_: Any) -> Any:
-        print(what)
-        return model
+    def apply(self: Any, recipe: Recipe, context: Context) -> None:
+        recipe.model_steps.append(loud("a step of the model", lambda model, run: model))
+        recipe.final_steps.append(loud("a final step", lambda model, run: model))
 
-    class Loud(ThirdParty):
-        def probe(self, context: Context) -> Decision:
-            print("in probe")
-            return super().probe(context)
-
-        def memory(self, spec: Any, context: Context) -> None:
-            print("in memory")
-
-        def apply(self, recipe: Recipe, context: Context) -> None:
-            print("in apply")
-            recipe.model_steps.append(partial(loud, "in a step of the model"))
-            recipe.final_steps.append(partial(loud, "in a final step"))
-
-        def evidence(self, run: Any) -> Evidence:
-            print("in evidence")
-            return super().evidence(run)
-
-    install(monkeypatch, Loud)
+    hooks = {"probe": ThirdParty.probe, "memory": returning(None), "apply": apply, "evidence": ThirdParty.evidence}
+    install(monkeypatch, variant(**{name: loud(name, hook) for name, hook in hooks.items()}))
     code, output, message = outcome(*RUN)
     assert code == 0, message
     code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
     assert code == 0, more
-    for where in ("in probe", "in apply", "in memory", "in a step of the model", "in a final step", "in evidence"):
-        assert where not in output + planned
-        assert where in message + more
+    for where in (*hooks, "a step of the model", "a final step"):
+        assert f"in {where}" not in output + planned
+        assert f"in {where}" in message + more
 
 
 def test_keyboard_interrupt_is_not_a_plugin_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
