@@ -63,6 +63,12 @@ AXOLOTL = Dialect(
         "revision_of_model": "model_revision",
         "tokenizer_config": "tokenizer_name",
         "optimizer": "optim",
+        "lr_scheduler": "lr_scheduler_type",
+        "num_epochs": "num_train_epochs",
+        "micro_batch_size": "per_device_train_batch_size",
+        "eval_batch_size": "per_device_eval_batch_size",
+        "batch_size": "effective_batch_size",
+        "gradient_checkpointing": ("gradient_checkpointing", dict.fromkeys(("offload", "offload_disk"), True)),
         "sequence_len": "max_length",
         "sample_packing": "packing",
         "cosine_min_lr_ratio": min_rate,
@@ -75,6 +81,7 @@ AXOLOTL = Dialect(
         "flash_attention": ("attn_implementation", {True: "flash_attention_2", **IS_OFF}),
         "xformers_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
         "sdp_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
+        "flex_attention": ("attn_implementation", {True: "flex_attention", **IS_OFF}),
         "eager_attention": ("attn_implementation", {True: "eager", **IS_OFF}),
         "datasets": dataset("train_file"),
         "test_datasets": dataset("validation_file"),
@@ -135,6 +142,8 @@ LLAMA_FACTORY = Dialect(
         "cutoff_len": "max_length",
         "val_size": "eval_fraction",
         "max_samples": "max_train_samples",
+        "early_stopping_steps": "early_stopping_patience",
+        "neat_packing": ("packing", IS_OFF),
         "lora_rank": "lora_r",
         "additional_target": "modules_to_save",
         "pissa_init": ("init_lora_weights", {True: "pissa", False: None}),
@@ -223,6 +232,7 @@ def betas(view: View, entry: Entry) -> None:
 
 ZERO = "zero_optimization"
 ADAMW = dict.fromkeys(("AdamW", "Adam", "adamw", "adam"), "adamw_torch")
+SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 DEEPSPEED = Dialect(
     "deepspeed",
     names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer"),
@@ -238,6 +248,7 @@ DEEPSPEED = Dialect(
         "optimizer.params.lr": "learning_rate",
         "optimizer.params.eps": "adam_epsilon",
         "optimizer.params.weight_decay": "weight_decay",
+        "scheduler.type": ("lr_scheduler_type", SCHEDULERS),
         "scheduler.params.warmup_num_steps": "warmup_steps",
         "optimizer.params.betas": betas,
         f"{ZERO}.offload_param.device": offload("parameters"),

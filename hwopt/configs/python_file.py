@@ -1,7 +1,7 @@
 """The arguments in a Python script as entries: read from its syntax tree, never executed.
 
-Read are the keywords of the first TrainingArguments, SFTConfig or similar, of LoraConfig and of
-BitsAndBytesConfig, of a model's `from_pretrained`, and `model.config.use_cache = …`. Values are
+Read are the keywords of the first TrainingArguments, SFTConfig or similar, of LoraConfig,
+BitsAndBytesConfig and EarlyStoppingCallback, of a model's `from_pretrained`, and `model.config.use_cache = …`. Values are
 literals, names that the script assigns a literal once, and `**{…}`. Others are listed as not read.
 """
 
@@ -23,7 +23,8 @@ from hwopt.text import cut, first_line
 
 TRL = "BCO|CPO|DPO|GKD|GRPO|KTO|NashMD|OnlineDPO|ORPO|PPO|PRM|Reward|RLOO|SFT|XPO"
 ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
-PARTS = ("LoraConfig", "BitsAndBytesConfig")
+PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
+PATIENCE = "early_stopping_patience"
 MODEL = re.compile(r"AutoModel|\w*Model|\w+For[A-Z]\w+")
 """Classes whose `from_pretrained` loads a model."""
 ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames")
@@ -112,9 +113,11 @@ class Script:
         above = () if ARGUMENTS.fullmatch(name) else (name,)
         if name == "LoraConfig" or adds_adapter(call):
             yield Entry(("use_peft",), True, call.lineno)
-        first = "model_name_or_path" if name == "from_pretrained" else "output_dir"
-        for argument in call.args[: name not in PARTS and not adds_adapter(call)]:
-            yield from self.entry((*above, first), argument, argument.lineno)
+        first = {"from_pretrained": "model_name_or_path", **dict.fromkeys(PARTS[:2]), PARTS[2]: PATIENCE}.get(name, "output_dir")
+        for argument in call.args[: first is not None and not adds_adapter(call)]:
+            yield from self.entry((*above, str(first)), argument, argument.lineno)
+        if first == PATIENCE and not call.args and not {PATIENCE, None} & {keyword.arg for keyword in call.keywords}:
+            yield Entry((*above, PATIENCE), 1, call.lineno)  # the default
         for keyword in call.keywords:
             for word, value, line in self.given(keyword.arg, keyword.value, keyword.lineno):
                 if word:

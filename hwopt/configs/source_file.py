@@ -79,6 +79,11 @@ class SourceFile:
         """The keys of the outermost table."""
         return frozenset(entry.path[0] for entry in self.entries)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Key with dots -> value."""
+        return {entry.key: entry.value for entry in self.entries}
+
 
 def from_toml(text: str, name: str) -> SourceFile:
     document = parse_toml(text.encode(), name)

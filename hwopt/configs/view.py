@@ -161,7 +161,7 @@ class View:
     def lacks(self, *words: str) -> bool:
         """Whether the file gives none of `words`, not even with a value that cannot be read."""
         given = self.settings.keys() | {each.word for each in self.unread}
-        return not given & set(words)
+        return not given & set(words) and ("**",) not in {each.path for each in self.unread}
 
     def is_on(self, word: str) -> bool:
         """Whether the file sets the flag `word`; "auto" counts as not set."""

@@ -63,12 +63,42 @@ batch-power-of-two | 2 |  | level=information
 learning-rate | 1 | learning_rate: 3e-05
   learning_rate: 2e-3 / per_device_train_batch_size: 32
   learning_rate: 2e-5 / per_device_train_batch_size: 32
-worst-model | 1 | greater_is_better: false
+worst-model | 2 | greater_is_better: false
   metric_for_best_model: eval_loss / greater_is_better: true
   metric_for_best_model: eval_f1 / greater_is_better: true
-warmup-ignored | 1 | lr_scheduler_type: constant_with_warmup
+worst-model | 6 | training.greater_is_better = true | suffix=.toml
+  [model] / name = "m" / [data] / train = "t" / [training] / greater_is_better = false / metric_for_best_model = "accuracy"
+  [model] / name = "m" / [data] / train = "t" / [training] / metric_for_best_model = "perplexity"
+worst-model | 1 | greater_is_better: false
+  metric_for_best_model: wer / output_dir: o
+  metric_for_best_model: score / output_dir: o
+early-stopping | 2 | eval_strategy='epoch' | suffix=.py
+  args = TrainingArguments("o", metric_for_best_model="f1") / stop = EarlyStoppingCallback()
+  args = TrainingArguments("o", **rest) / stop = EarlyStoppingCallback()
+early-stopping | 2 | load_best_model_at_end=True | suffix=.py
+  args = TrainingArguments("o", eval_strategy="epoch") / stop = EarlyStoppingCallback(3)
+  args = TrainingArguments("o", eval_strategy="epoch", load_best_model_at_end=True) / stop = EarlyStoppingCallback(3)
+early-stopping | 3 | load_best_model_at_end: true | level=warning
+  cutoff_len: 8 / eval_strategy: epoch / early_stopping_steps: 2 / metric_for_best_model: loss
+  early_stopping_patience: 2 / eval_strategy: epoch / metric_for_best_model: loss
+warmup-ignored | 2 | lr_scheduler_type: constant_with_warmup
   lr_scheduler_type: constant / warmup_steps: 500
   lr_scheduler_type: constant / warmup_steps: 0
+warmup-ignored | 3 | lr_scheduler: constant_with_warmup
+  base_model: m / lr_scheduler: constant / warmup_ratio: 0.1
+  base_model: m / lr_scheduler: cosine / warmup_ratio: 0.1
+out-of-range | 1 | num_train_epochs: 3
+  num_train_epochs: 0
+  num_train_epochs: 0 / max_steps: 10
+out-of-range | 1 | weight_decay: 0.01 | level=warning
+  weight_decay: 10 / optim: adamw_torch
+  weight_decay: 10 / optim: lion_32bit
+out-of-range | 6 | training.learning_rate = 2e-05 | suffix=.toml
+  [model] / name = "m" / [data] / train = "t" / [training] / learning_rate = 5.0
+  [model] / name = "m" / [data] / train = "t" / [training] / learning_rate = 0.5
+out-of-range | 2 | lora_alpha: 16
+  base_model: m / lora_alpha: 0
+  cutoff_len: 8 / lora_alpha: 0
 learning-rate | 1 | learning_rate: 3e-05
   learning_rate: 2e-3 / per_device_train_batch_size: 32
   learning_rate: 5e-6 / per_device_train_batch_size: 32 / beta: 0.1 / use_peft: true
@@ -153,9 +183,24 @@ eval-logits | 1 | eval_accumulation_steps: 1
 fp16-model | 2 | bf16: true
   model_name_or_path: google/gemma-2-9b / fp16: true
   model_name_or_path: google/gemma-2-9b / bf16: true
-packing-leak | 2 | attn_implementation: flash_attention_2
+packing-leak | 1 | attn_implementation: flash_attention_2
+  packing: true / attn_implementation: sdpa
+  packing: true / attn_implementation: kernels-community/flash-attn3
+packing-leak | 2 | flash_attention: true
   base_model: m / sample_packing: true
-  base_model: m / sample_packing: true / flash_attention: true
+  base_model: m / sample_packing: true / sdp_attention: true
+packing-leak | 2 | neat_packing: true
+  cutoff_len: 8 / packing: true / flash_attn: fa2
+  cutoff_len: 8 / packing: true / neat_packing: true
+bits-twice | 1 | load_in_8bit: false | level=error
+  load_in_8bit: true / load_in_4bit: true / use_peft: true
+  load_in_8bit: false / load_in_4bit: true / use_peft: true
+qlora-bits | 3 | load_in_8bit: false and load_in_4bit: true
+  base_model: m / adapter: qlora / load_in_8bit: true
+  base_model: m / adapter: lora / load_in_8bit: true
+qlora-bits | 2 | load_in_4bit: true
+  base_model: m / adapter: qlora
+  base_model: m / adapter: qlora / load_in_4bit: true
 reentrant-adapter | 4 | gradient_checkpointing_kwargs.use_reentrant: false | level=warning
   use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: true
   use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: false
@@ -235,6 +280,30 @@ former-name | 1 | remove half_precision_backend
 deprecated-name | 1 | use activation_checkpointing | level=information
   gradient_checkpointing: true
   activation_checkpointing: true
+former-name | 2 | use rl_beta
+  base_model: m / dpo_beta: 0.1
+  base_model: m / rl_beta: 0.1 / warmup_ratio: 0.1
+former-name | 2 | use eval_strategy
+  cutoff_len: 8 / evaluation_strategy: epoch
+  cutoff_len: 8 / overwrite_output_dir: true / warmup_ratio: 0.1
+misspelled-name | 2 | use cutoff_len | level=error
+  finetuning_type: lora / cutof_len: 8
+  finetuning_type: lora / cutoff_len: 8 / overwrite_output_dir: true / save_safetensors: true
+misspelled-name | 2 | use lora_rank | level=error
+  finetuning_type: lora / lora_r: 8
+  finetuning_type: lora / lora_rank: 8
+misspelled-name | 2 | use sequence_len
+  base_model: m / sequence_lenn: 8
+  base_model: m / sequence_len: 8 / sequence_parallel_degree: 2
+misspelled-name | 2 | use mixed_precision | level=error
+  compute_environment: LOCAL_MACHINE / mixed_precison: bf16
+  compute_environment: LOCAL_MACHINE / mixed_precision: bf16 / dynamo_config: {dynamo_backend: INDUCTOR}
+misspelled-name | 2 | use gradient_clipping | suffix=.json
+  {"zero_optimization": {}, / "gradient_cliping": 1}
+  {"zero_optimization": {}, / "gradient_clipping": 1}
+misspelled-name | 2 | use max_completion_length
+  num_generations: 4 / max_completion_lenght: 64 / fp16: true
+  num_generations: 4 / max_completion_length: 64 / fp16: true
 misspelled-name | 2 | use learning_rate
   fp16: true / learning_rat: 1e-4
   fp16: true / learning_rate: 1e-4
@@ -250,6 +319,27 @@ interpolation | 2
 cpu-ranks | 3 | distributed_type: MULTI_GPU | level=error
   compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_CPU
   compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_GPU
+fp16-cpu | 2 | mixed_precision: bf16 | level=error
+  use_cpu: true / mixed_precision: fp16
+  use_cpu: true / mixed_precision: bf16
+launch-processes | 2 | num_processes: 4
+  compute_environment: LOCAL_MACHINE / num_processes: 6 / num_machines: 4
+  compute_environment: LOCAL_MACHINE / num_processes: 8 / num_machines: 4 / machine_rank: 3
+launch-processes | 2 | num_processes: 2
+  compute_environment: LOCAL_MACHINE / num_processes: 4 / gpu_ids: 0,1
+  compute_environment: LOCAL_MACHINE / num_processes: 4 / gpu_ids: all
+launch-processes | 2 | machine_rank: 1
+  compute_environment: LOCAL_MACHINE / num_machines: 2 / num_processes: 2 / machine_rank: 2
+  compute_environment: LOCAL_MACHINE / num_machines: 2 / num_processes: 2 / machine_rank: 0
+launch-processes | 2 | distributed_type: MULTI_GPU
+  compute_environment: LOCAL_MACHINE / num_processes: 2 / distributed_type: "NO"
+  compute_environment: LOCAL_MACHINE / num_processes: 1 / distributed_type: "NO"
+deepspeed-twice | 1 | "lr": "auto" | level=error
+  learning_rate: 5e-5 / deepspeed: {optimizer: {type: AdamW, params: {lr: 1e-4}}}
+  learning_rate: 5e-5 / deepspeed: {optimizer: {type: AdamW, params: {lr: auto}}} / optim: adamw_torch_fused
+deepspeed-twice | 1 | remove scheduler from | level=warning
+  lr_scheduler_type: cosine / deepspeed: {scheduler: {type: WarmupDecayLR}}
+  lr_scheduler_type: linear / deepspeed: {scheduler: {type: WarmupDecayLR}}
 offload-stage | 2 | "zero_optimization.stage": 3 | level=error suffix=.json
   {"zero_optimization": {"stage": 2, / "offload_param": {"device": "cpu"}}}
   {"zero_optimization": {"stage": 3, / "offload_param": {"device": "cpu"}}}
@@ -345,6 +435,15 @@ def test_plugin_options_of_a_job_are_merged_with_the_profile_and_checked(tmp_pat
     assert report.exit_code() == 2
     assert report.findings[0].place == f"{path}:7"
     assert "Did you mean 'eval'" in report.findings[0].what
+
+
+def test_deepspeed_file_beside_the_arguments_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("base_model: m\noptimizer: lion_8bit\ndeepspeed: ds.json\n")
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "AdamW"}}')
+    (found,) = [each for each in check_file(path, Given(card="A100"), INPUTS).findings if each.rule == "deepspeed-twice"]
+    assert found.what == "optimizer is lion_8bit, and the DeepSpeed configuration has optimizer.type = AdamW."
+    assert found.why == "DeepSpeed's is taken; optimizer has no effect."
 
 
 def test_optimizers_are_those_of_transformers() -> None:

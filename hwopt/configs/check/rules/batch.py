@@ -130,7 +130,7 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     adapter_unknown = not adapter and not view.lacks("use_peft") and view.language == "Python"
     if not is_fine_tuning(view):
         return
-    if rate is None or rows is None or "adam" not in str(view.value("optim", "adamw")) or adapter_unknown:
+    if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")) or adapter_unknown:
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
     if not usual / FAR <= rate <= usual * FAR:

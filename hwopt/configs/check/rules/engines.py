@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
-from hwopt.configs.check.rules.card import is_small
+from hwopt.configs.check.rules.card import FEATURES, is_small
+from hwopt.configs.dialects import DEEPSPEED
+from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
+from hwopt.configs.words import names
+from hwopt.errors import InputError
 
 ADAPTER_NAMES = ("lora", "peft", "adapter", "dora")
 OFFLOADS = ("zero_offload", "deepspeed.zero_optimization.offload_optimizer.device", "deepspeed")
@@ -38,6 +45,25 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
+@rule("packing-leak", "warning", words=("packing",), source="transformers#46634, axolotl#3796", tools=TRAINERS)
+def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
+    """packing is on, and the documents of a row are not kept apart."""
+    attention = str(view.value("attn_implementation"))
+    apart = any(part in attention for part in ("flash", "flex"))
+    fix = view.line("attn_implementation", "flash_attention_2")
+    if view.tool == "axolotl":
+        apart, fix = apart or attention not in ("None", "eager"), "flash_attention: true"
+    elif view.tool == "llama-factory":  # its flash attention sees the whole row, and pretraining means to join documents
+        apart, fix = (
+            view.source.values.get("neat_packing") is True or view.is_on("text_blocks"),
+            "neat_packing: true",
+        )
+    if view.is_on("packing") and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
+        without = "neat_packing" if view.tool == "llama-factory" else "flash attention"
+        why = "Documents of one row can attend to each other: the loss is that of another text."
+        yield Finding("packing", f"{view.spelled('packing')} is on without {without}.", why, fix)
+
+
 @rule(
     "states-offload",
     "error",
@@ -51,7 +77,8 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     asked = {word: view.value(word) not in (None, "none", False) for word in (zero, device)}
     asked[file] = "offload" in str(view.value(file)).lower()
     offload = next((word for word, found in asked.items() if found), None)
-    if offload and is_small(name):
+    theirs = deepspeed_view(view)
+    if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
         yield Finding(
             "optim",
             f"{name} with {view.spelled(offload)} = {view.value(offload)}.",
@@ -81,3 +108,99 @@ def precision_twice(view: View, facts: Facts) -> Iterator[Finding]:
         if word in view:
             key, why = view.spelled(word), "Accelerate stops: the file of DeepSpeed must be the only place for it."
             yield Finding(word, f"{key} is given beside a DeepSpeed file.", why, f"remove {key}")
+
+
+@rule("qlora-bits", "error", words=("use_peft",), source="axolotl, schemas/peft.py: validate_qlora", tools=("axolotl",))
+def qlora_bits(view: View, facts: Facts) -> Iterator[Finding]:
+    """adapter is qlora, and the weights are not in 4 bits."""
+    qlora = view.source.values.get("adapter") == "qlora"
+    if qlora and "peft" not in view.source.top and (view.is_on("load_in_8bit") or not view.is_on("load_in_4bit")):
+        word = "load_in_8bit" if view.is_on("load_in_8bit") else "use_peft"
+        bits = {"load_in_8bit": False} if view.is_on("load_in_8bit") else {}
+        what = f"adapter is qlora, and {'load_in_8bit' if bits else 'load_in_4bit'} is {'true' if bits else 'not'}."
+        fix = view.lines({**bits, "load_in_4bit": True})
+        yield Finding(word, what, "axolotl stops: QLoRA trains over weights in 4 bits; LoRA takes 8 bits.", fix)
+
+
+@rule("fp16-cpu", "error", words=("use_cpu",), source="accelerate, Accelerator: fp16 mixed precision requires a device")
+def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
+    """fp16 beside use_cpu."""
+    word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
+    if word and view.is_on("use_cpu"):
+        what = f"{view.spelled(word)} asks for fp16, and {view.spelled('use_cpu')} is true."
+        why = "accelerate stops: fp16 needs a GPU, for its loss scaling too. A CPU trains in bf16 or fp32."
+        yield Finding(word, what, why, view.half_precision("bf16", word))
+
+
+@rule(
+    "launch-processes",
+    "error",
+    words=("num_processes",),
+    source="accelerate, utils/launch.py: num_processes // num_machines, and CUDA_VISIBLE_DEVICES of gpu_ids",
+    tools=("accelerate",),
+)
+def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
+    """Processes that the machines, or their cards, do not have."""
+    given = view.source.values
+    processes, machines = int(view.number("num_processes") or 0), int(view.number("num_machines") or 1)
+    cards, rank, each = str(given.get("gpu_ids") or "all").split(","), given.get("machine_rank"), processes // machines
+    if processes % machines:
+        what, why = f"{processes} processes on {machines} machines.", f"Each machine starts {each}, by whole-number division."
+        yield Finding("num_processes", what, why, view.line("num_processes", max(1, each) * machines))
+    elif cards != ["all"] and each > len(cards) and not view.is_on("use_cpu"):
+        what, why = f"{each} processes on a machine, and gpu_ids names {len(cards)}.", "The others stop: invalid device ordinal."
+        yield Finding("num_processes", what, why, view.line("num_processes", len(cards) * machines))
+    if isinstance(rank, int) and rank >= machines > 0:
+        why = "Ranks of machines begin at 0: the launcher waits for a machine that does not exist."
+        yield Finding("num_machines", f"machine_rank is {rank} of {machines} machines.", why, f"machine_rank: {machines - 1}")
+    if view.value("distributed_type") == "NO" and processes > 1 and not view.is_on("use_cpu"):
+        what, why = f"distributed_type is NO with {processes} processes.", "The launcher starts one process, without a warning."
+        yield Finding("num_processes", what, why, view.line("distributed_type", "MULTI_GPU"))
+
+
+def deepspeed_view(view: View) -> View | None:
+    """The view of the DeepSpeed configuration that `view` holds or names; None without one that can be read."""
+    inside = [entry for entry in view.source.entries if "deepspeed" in entry.path[:-1]]
+    if inside:
+        parts = (replace(entry, path=entry.path[entry.path.index("deepspeed") + 1 :]) for entry in inside)
+        return DEEPSPEED.read(replace(view.source, entries=tuple(parts), replaced=()), "")
+    name = str(view.value("deepspeed", ""))
+    for path in (Path(name), Path(view.name).parent / name) if name.endswith(".json") else ():
+        with suppress(InputError):
+            return DEEPSPEED.read(read_source(path), "")
+    return None
+
+
+MATCHED = names(
+    "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate weight_decay adam_beta1 adam_beta2 "
+    "adam_epsilon fp16 bf16"
+)
+"""Words whose values must be those of the DeepSpeed configuration."""
+TAKEN = ("optim", "lr_scheduler_type")
+ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf"}
+"""AdamW with states in fp32, as DeepSpeed has it."""
+
+
+@rule(
+    "deepspeed-twice",
+    "error",
+    source="huggingface.co/docs/transformers/deepspeed; transformers, HfTrainerDeepSpeedConfig.fill_match",
+    tools=TRAINERS,
+)
+def deepspeed_twice(view: View, facts: Facts) -> Iterator[Finding]:
+    """Other values in the DeepSpeed configuration than beside it; a warning if DeepSpeed's optimizer or schedule is taken."""
+    if (theirs := deepspeed_view(view)) is None:
+        return
+    for word in (*TAKEN, *sorted(MATCHED)):
+        ours, other = view.settings.get(word), theirs.settings.get(word)
+        if not ours or not other or "deepspeed" in ours.path[:-1] or ours.value in ("auto", other.value):
+            continue
+        if word in TAKEN and not {ours.value, other.value} <= ADAMW:
+            name = theirs.source.values[other.key]
+            what = f"{ours.key} is {ours.value}, and the DeepSpeed configuration has {other.key} = {name}."
+            why = f"DeepSpeed's is taken; {ours.key} has no effect."
+            yield Finding(word, what, why, f"remove {other.path[0]} from the DeepSpeed configuration", "warning")
+        elif word in MATCHED:
+            what = f"{ours.key} is {ours.value}, and the DeepSpeed configuration has {other.key} = {other.value}."
+            why = "The Trainer stops: the values must match."
+            yield Finding(word, what, why, f'in the DeepSpeed configuration "{other.path[-1]}": "auto"')

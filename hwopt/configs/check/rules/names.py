@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, metadata
 
-from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
-from hwopt.configs.view import ConfigSetting, View
+from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
+from hwopt.configs.check.rules.batch import PREFERENCES
+from hwopt.configs.dialects import DIALECTS
+from hwopt.configs.recognise import TRL_WORDS
+from hwopt.configs.tool_names import FORMER, FURTHER
+from hwopt.configs.view import ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS
 from hwopt.text import truncate
 
-ALIKE = 0.85
+ALIKE = 0.88
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
 
@@ -28,7 +33,8 @@ def shown(entry: ConfigSetting) -> str:
 
 RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
 """Keyword that classes of TRL and transformers had -> the present one."""
-CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft)\.([\w.]+\.)?\w+(Arguments|Config|Trainer)")
+TRL_CONFIGS = ("SFT", "DPO", "GRPO", "KTO", "RLOO", "Reward", "Model")
+CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft|accelerate)\.([\w.]+\.)?\w+(Arguments|Config|Trainer)")
 """Classes of the installed libraries whose constructors are looked at."""
 
 
@@ -70,15 +76,19 @@ def refused(view: View) -> set[str]:
     return {each.place for each in refused_keyword.function(view, Facts())}
 
 
-@rule("former-name", "warning", source="release notes of transformers", tools=TRANSFORMERS)
+@rule("former-name", "warning", source="release notes of transformers; axolotl, schemas/deprecated.py", tools=TRAINERS)
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A name that transformers no longer has."""
+    """A name that transformers or axolotl no longer has."""
+    former = FORMER[view.tool]
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
-        if name in FORMER_NAMES and name != "fp16_opt_level" and each.place not in refused(view):  # it has a rule of its own
-            instead, gone = FORMER_NAMES[name]
+        if name in former and name != "fp16_opt_level" and each.place not in refused(view):  # it has a rule of its own
+            instead, gone = former[name]
             why = "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it."
-            yield about(each, f"transformers {gone} has no {name}.", why, f"use {instead}" if instead else f"remove {name}")
+            if view.tool == "axolotl":
+                why = "axolotl stops at the key, or takes it with a warning."
+            whose = f"transformers {gone}" if gone else view.tool
+            yield about(each, f"{whose} has no {name}.", why, f"use {instead}" if instead else f"remove {name}")
 
 
 @rule("deprecated-name", "information", source="transformers 5.23, TrainingArguments", tools=TRANSFORMERS)
@@ -91,17 +101,48 @@ def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
             yield about(each, f"transformers {gone} will have no {name}.", why, f"with version 5 use {instead}")
 
 
-@rule("misspelled-name", "warning", source="unsloth#10452: a key that no program reads", tools=TRANSFORMERS)
+UNKNOWN: Mapping[Tool, tuple[str, str, Level | None]] = {
+    "transformers": ("TrainingArguments", "A value that no program reads has no effect.", None),
+    "axolotl": ("axolotl", "axolotl ignores keys that it does not know.", None),
+    "deepspeed": ("DeepSpeed", "DeepSpeed ignores keys that it does not know.", None),
+    "accelerate": ("accelerate", "`accelerate launch` stops at keys that it does not know.", "error"),
+    "llama-factory": ("LLaMA-Factory", 'LLaMA-Factory stops: "Some keys are not used by the HfArgumentParser".', "error"),
+}
+"""Tool -> whose keys they are, what becomes of others, and the level if it is not that of the rule."""
+
+
+def known_names(view: View) -> frozenset[str]:
+    """The keys that the tool of `view` has in its outermost table."""
+    if view.tool == "accelerate":
+        return accepted("accelerate.commands.config.config_args.ClusterConfig") or frozenset()
+    if view.tool == "transformers":
+        trl = (TRL_WORDS | PREFERENCES) & {entry.path[-1] for entry in view.source.entries}
+        return ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if trl else ())))
+    dialect = next(each for each in DIALECTS if each.tool == view.tool)
+    shared = {word for word in ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
+    own = (*dialect.keys, *dialect.reasons, *dialect.telling)
+    return frozenset(shared).union(FURTHER[view.tool], (key.partition(".")[0] for key in own))
+
+
+@rule(
+    "misspelled-name",
+    "warning",
+    source="unsloth#10452: a key that no program reads; LLaMA-Factory#7677: keys that stop it",
+    tools=tuple(UNKNOWN),
+)
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A key that is almost a name of TrainingArguments."""
-    for each in view.unread:
-        name = each.path[-1]
-        if each.kind != "unknown" or name in FORMER_NAMES or (view.language == "Python" and len(each.path) > 1):
+    """A key that is almost a key of the tool, or the name that another tool has for it."""
+    whose, why, level = UNKNOWN[view.tool]
+    end = -1 if view.tool == "transformers" else 0
+    given = [each for each in view.unread_as("unknown") if view.language != "Python" or len(each.path) == 1]
+    given += view.settings.values() if view.tool in ("axolotl", "llama-factory") else ()
+    names = known_names(view) if given else frozenset()
+    for name, each in {each.path[end]: each for each in reversed(given)}.items():
+        if name in names or name in FORMER.get(view.tool, ()) or each.place in refused(view):
             continue
-        near = get_close_matches(name[:80], ARGUMENTS, n=1, cutoff=ALIKE)
-        if near and each.place not in refused(view):
-            why = "A value that no program reads has no effect."
-            yield about(each, f"TrainingArguments has no {name}.", why, f"use {near[0]}")
+        near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], names, n=1, cutoff=ALIKE)
+        if near and near[0] != name:
+            yield replace(about(each, f"{whose} has no {name}.", why, f"use {near[0]}"), level=level)
 
 
 @rule("not-a-value", "error", source='notes.md#rtx-3070-16-or-32-rows: "16  ← Actually 16, not 96!"')

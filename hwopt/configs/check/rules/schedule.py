@@ -1,16 +1,22 @@
-"""The learning-rate schedule, clipping, and when the best model is saved."""
+"""The learning-rate schedule, clipping, early stopping, and which model is the best."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import ceil
 
-from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
+from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
+from hwopt.configs.python_file import PATIENCE
 from hwopt.configs.view import View
+from hwopt.configs.words import names
 
 LEAST, USUAL, MOST = 0.03, 0.06, 0.10
 """docs/notes.md#rtx-3070-64-rows: 3 to 10 %."""
-BEST = "load_best_model_at_end"
+BEST, METRIC, GREATER = "load_best_model_at_end", "metric_for_best_model", "greater_is_better"
+SMALLER = names("loss perplexity ppl wer cer mse rmse mae")
+LARGER = names("accuracy accuracies acc f1 precision recall auc mcc bleu sacrebleu rouge rouge1 rouge2 rougel rougelsum margins")
+"""Parts of the names of metrics of which a smaller, or a larger, value is better."""
 
 
 def total_steps(view: View, facts: Facts) -> int | None:
@@ -41,6 +47,15 @@ def warmup_share(view: View, facts: Facts) -> Iterator[Finding]:
     yield Finding(word, what, effect, view.line(word, usual), "error" if share >= 1 else None)
 
 
+@rule("warmup-ignored", "warning", words=("lr_scheduler_type",), source="transformers, get_constant_schedule")
+def warmup_ignored(view: View, facts: Facts) -> Iterator[Finding]:
+    """A warm-up beside the schedule "constant", which has none."""
+    word = next((word for word in ("warmup_steps", "warmup_ratio") if (view.number(word) or 0) > 0), None)
+    if word and view.value("lr_scheduler_type") == "constant":
+        what = f"{view.spelled(word)} has no effect: the schedule is constant."
+        yield Finding(word, what, "The first steps have the full rate.", view.line("lr_scheduler_type", "constant_with_warmup"))
+
+
 @rule(
     "no-clipping",
     "warning",
@@ -61,10 +76,10 @@ def no_clipping(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("best-model", "error", words=(BEST,), source="transformers, TrainingArguments", tools=TRAINERS)
+@rule("best-model", "error", words=(BEST,), source="transformers, TrainingArguments", tools=TRANSFORMERS)
 def best_model(view: View, facts: Facts) -> Iterator[Finding]:
     """load_best_model_at_end with checkpoints that are not written where the model is evaluated."""
-    if not view.is_on(BEST):
+    if not view.is_on(BEST) or any(word not in view and not view.lacks(word) for word in ("save_strategy", "eval_strategy")):
         return
     why = "transformers stops: the best model can be loaded only if it was saved when it was evaluated."
     save, evaluation = str(view.value("save_strategy", "steps")), str(view.value("eval_strategy", "no"))
@@ -77,3 +92,42 @@ def best_model(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"{view.spelled('save_steps')} is {every:g}, not a multiple of {view.spelled('eval_steps')} = {between:g}."
         wanted_steps = max(1, round(every / between)) * between
         yield Finding("save_steps", what, why, view.line("save_steps", wanted_steps))
+
+
+@rule("worst-model", "error", words=(METRIC,), source="transformers, TrainingArguments: greater_is_better")
+def worst_model(view: View, facts: Facts) -> Iterator[Finding]:
+    """greater_is_better, or its default, is wrong for metric_for_best_model."""
+    name, given = str(view.value(METRIC)), view.value(GREATER)
+    parts = set(re.split(r"[\W_]+", name.lower()))
+    smaller, larger = bool(parts & SMALLER), bool(parts & LARGER)
+    if smaller == larger or (given is None and (view.is_hwopt or not view.lacks(GREATER))):
+        return
+    taken = given if given is not None else not name.endswith("loss")
+    if taken is not larger:
+        by_default = "" if given is not None else " by default"
+        what = f"{view.spelled(GREATER)} is {str(taken).lower()}{by_default}, and {view.spelled(METRIC)} is {name}."
+        why = f"A {'larger' if larger else 'smaller'} value of the metric is better: the worst model is kept."
+        yield Finding(METRIC if by_default else GREATER, what, why, view.line(GREATER, larger))
+
+
+@rule("early-stopping", "error", words=(PATIENCE,), source="transformers, EarlyStoppingCallback", tools=TRANSFORMERS)
+def early_stopping(view: View, facts: Facts) -> Iterator[Finding]:
+    """Early stopping without evaluations, without a metric, or a warning if the best model is not loaded at the end."""
+    complete = view.tool == "llama-factory" or (view.language == "Python" and " (the first of" not in view.source.calls[0])
+
+    def is_off(word: str, off: object) -> bool:
+        return view.value(word) == off if word in view else complete and view.lacks(word)
+
+    stops, plateau = "EarlyStoppingCallback stops the run at its start: it needs", ("reduce_lr_on_plateau", "greedy")
+    if not view.number(PATIENCE):
+        return
+    if is_off("eval_strategy", "no"):
+        yield Finding(
+            PATIENCE, "Early stopping without evaluations.", f"{stops} eval_strategy.", view.line("eval_strategy", "epoch")
+        )
+    elif is_off(BEST, False) and is_off(METRIC, None) and view.value("lr_scheduler_type") not in plateau:
+        yield Finding(PATIENCE, "Early stopping without a metric.", f"{stops} {METRIC}.", view.line(BEST, True))
+    elif is_off(BEST, False):
+        what = f"Early stopping, and {view.spelled(BEST)} is not on."
+        why = "The run ends with its last weights, which are the worse ones that it stopped for."
+        yield Finding(PATIENCE, what, why, view.line(BEST, True), "warning")
