@@ -168,11 +168,13 @@ class Script:
                 return ast.literal_eval(literal)
 
     def assigned(self) -> Iterator[Entry]:
-        """`model.config.use_cache = …`; and that an adapter may be there, if peft is named."""
+        """`model.config.use_cache = …`; that inputs get gradients; and that an adapter may be there, if peft is named."""
         for node in self.nodes:
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
                     yield from self.entry(("use_cache",), value, target.lineno)
+                case ast.Call() if called(node) in ("enable_input_require_grads", "prepare_model_for_kbit_training"):
+                    yield Entry(("input_require_grads",), True, node.lineno)
                 case ast.Import() | ast.ImportFrom() if "peft" in ast.unparse(node).lower() and not self.has_lora:
                     yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
                 case ast.Call() if "peft" in called(node).lower() and not self.has_lora:

@@ -23,6 +23,7 @@ EVALUATION_WORDS = {"per_device_train_batch_size": "per_device_eval_batch_size"}
 OTHER_LISTS = {
     "defaults": "Hydra's list of further files; only this file is read",
     "hydra": "a setting of Hydra itself",
+    "input_require_grads": "hwopt's checkpointing is never reentrant",
 }
 
 

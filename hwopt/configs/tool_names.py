@@ -59,31 +59,32 @@ AXOLOTL = """
 LLAMA_FACTORY = """
     adapter_folder adapter_name_or_path add_special_tokens add_tokens apollo_layerwise apollo_proj apollo_proj_type apollo_rank
     apollo_scale apollo_scale_front apollo_scale_type apollo_target apollo_update_interval audio_sampling_rate badam_mask_mode
-    badam_mode badam_start_block badam_switch_interval badam_switch_mode badam_update_ratio badam_verbose buffer_size cache_dir
-    chunk_size compute_accuracy cpu_infer create_new_adapter crop_to_patches disable_gradient_checkpointing disable_shuffling
-    do_sample dpo_label_smoothing eval_num_beams eval_on_each_dataset export_device export_dir export_hub_model_id
-    export_legacy_format export_quantization_bit export_quantization_dataset export_quantization_maxlen
+    badam_mode badam_start_block badam_switch_interval badam_switch_mode badam_update_ratio badam_verbose batch_size buffer_size
+    cache_dir chunk_size compute_accuracy cpu_infer create_new_adapter crop_to_patches disable_gradient_checkpointing
+    disable_shuffling do_sample download_mode dpo_label_smoothing eval_num_beams eval_on_each_dataset export_device export_dir
+    export_hub_model_id export_legacy_format export_quantization_bit export_quantization_dataset export_quantization_maxlen
     export_quantization_nsamples export_size fp8 fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules
     freeze_language_model freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower
     galore_layerwise galore_proj_type galore_rank galore_scale galore_target galore_update_interval generation_config
     generation_max_length generation_num_beams hf_hub_token ignore_pad_token_for_loss image_do_pan_and_scan image_max_pixels
     image_min_pixels include_effective_tokens_per_second infer_backend infer_dtype init_special_tokens interleave_probs
-    kt_force_think kt_maxlen kt_mode kt_optimize_rule kt_use_cuda_graph kto_chosen_weight kto_rejected_weight ld_alpha
+    kt_force_think kt_maxlen kt_mode kt_optimize_rule kt_use_cuda_graph kto_chosen_weight kto_rejected_weight lang ld_alpha
     length_penalty loraplus_lr_embedding loraplus_lr_ratio low_cpu_mem_usage mask_history max_length max_new_tokens media_dir
-    mix_strategy mixture_of_depths mode module_dropout moe_aux_loss_coef ms_hub_token neat_packing new_special_tokens_config
-    num_beams offload_folder oft_block_size oft_rank oft_target om_hub_token overwrite_output_dir pissa_convert pissa_iter
-    placement_strategy ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate
-    pref_bco_weight pref_beta pref_ftx pref_loss preprocessing_batch_size print_param_status quantization_device_map
-    quantization_method quantization_type ray_init_kwargs ray_num_workers ray_run_name ray_storage_filesystem ray_storage_path
-    ref_model ref_model_adapters ref_model_quantization_bit repetition_penalty resize_vocab resources_per_worker reward_model
-    reward_model_adapters reward_model_quantization_bit reward_model_type rope_scaling sglang_config sglang_lora_backend
-    sglang_maxlen sglang_mem_fraction sglang_tp_size shift_attn simpo_gamma skip_special_tokens sortish_sampler
-    split_special_tokens streaming swanlab_api_key swanlab_lark_secret swanlab_lark_webhook_url swanlab_logdir swanlab_mode
-    swanlab_project swanlab_run_name swanlab_workspace system_message temperature tokenized_path tool_format top_k top_p
-    train_from_scratch train_on_prompt upcast_layernorm upcast_lmhead_output use_adam_mini use_apollo use_audio_in_video use_badam
-    use_dft_loss use_fast_tokenizer use_galore use_kt use_kv_cache use_liger_kernel use_llama_pro use_mca use_muon
-    use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc use_v1_kernels video_fps video_max_pixels video_maxlen
-    video_min_pixels vllm_config vllm_enforce_eager vllm_gpu_util vllm_max_lora_rank vllm_maxlen
+    mix_strategy mixture_of_depths mode module_dropout moe_aux_loss_coef ms_hub_token n_shot neat_packing
+    new_special_tokens_config num_beams offload_folder oft_block_size oft_rank oft_target om_hub_token overwrite_output_dir
+    pissa_convert pissa_iter placement_strategy ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards
+    predict_with_generate pref_bco_weight pref_beta pref_ftx pref_loss preprocessing_batch_size print_param_status
+    quantization_device_map quantization_method quantization_type ray_init_kwargs ray_num_workers ray_run_name
+    ray_storage_filesystem ray_storage_path ref_model ref_model_adapters ref_model_quantization_bit repetition_penalty
+    resize_vocab resources_per_worker reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
+    rope_scaling save_dir sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size shift_attn
+    simpo_gamma skip_special_tokens sortish_sampler split_special_tokens streaming swanlab_api_key swanlab_lark_secret
+    swanlab_lark_webhook_url swanlab_logdir swanlab_mode swanlab_project swanlab_run_name swanlab_workspace system_message task
+    task_dir temperature tokenized_path tool_format top_k top_p train_from_scratch train_on_prompt upcast_layernorm
+    upcast_lmhead_output use_adam_mini use_apollo use_audio_in_video use_badam use_dft_loss use_fast_tokenizer use_galore use_kt
+    use_kv_cache use_liger_kernel use_llama_pro use_mca use_muon use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc
+    use_v1_kernels video_fps video_max_pixels video_maxlen video_min_pixels vllm_config vllm_enforce_eager vllm_gpu_util
+    vllm_max_lora_rank vllm_maxlen
 """
 DEEPSPEED = """
     activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile

@@ -51,6 +51,9 @@ gradient_accumulation_steps: 2
 step-rows-contradict | 1 | "train_batch_size": 64 | suffix=.json
   {"train_batch_size": 100, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
   {"train_batch_size": 128, / "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+step-rows-small | 3 | gradient_accumulation_steps: 16
+  base_model: m / micro_batch_size: 2 / gradient_accumulation_steps: 1
+  base_model: m / micro_batch_size: 2 / gradient_accumulation_steps: 1 / deepspeed: zero3.json
 optimizer-name | 1 | optim: adamw_torch_fused | level=error
   optim: adamw_torch_fusd / output_dir: o
   optim: paged_adamw_8bit / output_dir: o
@@ -102,6 +105,9 @@ out-of-range | 2 | lora_alpha: 16
 learning-rate | 1 | learning_rate: 3e-05
   learning_rate: 2e-3 / per_device_train_batch_size: 32
   learning_rate: 5e-6 / per_device_train_batch_size: 32 / beta: 0.1 / use_peft: true
+learning-rate | 2 | learning_rate: 3e-05
+  model_name_or_path: bert-base / learning_rate: 2e-3 / per_device_train_batch_size: 32
+  model_name_or_path: HuggingFaceTB/SmolLM-360M / learning_rate: 1e-3 / per_device_train_batch_size: 32
 learning-rate | 1 | learning_rate: 0.0003
   learning_rate: 1e-6 / per_device_train_batch_size: 32 / use_peft: true
   learning_rate: 2e-4 / per_device_train_batch_size: 32 / use_peft: true
@@ -201,9 +207,11 @@ qlora-bits | 3 | load_in_8bit: false and load_in_4bit: true
 qlora-bits | 2 | load_in_4bit: true
   base_model: m / adapter: qlora
   base_model: m / adapter: qlora / load_in_4bit: true
-reentrant-adapter | 4 | gradient_checkpointing_kwargs.use_reentrant: false | level=warning
-  use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: true
-  use_peft: true / gradient_checkpointing: true / gradient_checkpointing_kwargs: /   use_reentrant: false
+reentrant-adapter | 2 | use_reentrant=False | level=warning suffix=.py
+  m = get_peft_model(m, LoraConfig(r=8)) / \
+a = TrainingArguments("o", gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
+  m = get_peft_model(m, LoraConfig(r=8)); m.enable_input_require_grads() / \
+a = TrainingArguments("o", gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 dora-dropout | 2 | lora_dropout: 0
   use_dora: true / lora_dropout: 0.05
   use_dora: true / lora_dropout: 0
@@ -282,13 +290,13 @@ deprecated-name | 1 | use activation_checkpointing | level=information
   activation_checkpointing: true
 former-name | 2 | use rl_beta
   base_model: m / dpo_beta: 0.1
-  base_model: m / rl_beta: 0.1 / warmup_ratio: 0.1
+  base_model: m / rl_beta: 0.1 / warmup_ratio: 0.1 / eval_table_size:
 former-name | 2 | use eval_strategy
   cutoff_len: 8 / evaluation_strategy: epoch
   cutoff_len: 8 / overwrite_output_dir: true / warmup_ratio: 0.1
 misspelled-name | 2 | use cutoff_len | level=error
   finetuning_type: lora / cutof_len: 8
-  finetuning_type: lora / cutoff_len: 8 / overwrite_output_dir: true / save_safetensors: true
+  finetuning_type: lora / batch_size: 4 / cutoff_len: 8 / overwrite_output_dir: true / save_safetensors: true
 misspelled-name | 2 | use lora_rank | level=error
   finetuning_type: lora / lora_r: 8
   finetuning_type: lora / lora_rank: 8

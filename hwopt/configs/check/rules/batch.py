@@ -26,6 +26,8 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 
 PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
 """Keys of files that train preferences or rewards."""
+SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b", re.IGNORECASE)
+"""Names of language models below 1 B parameters: SmolLM-360M is fine-tuned with 1e-3."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
 """Keys of files that train a model without weights, unless they name a model too."""
 
@@ -49,6 +51,10 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     effective, steps, rows = view.effective_rows, view.number(ACCUMULATION), facts.rows
     if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
         return
+    given = [entry for entry in view.source.entries if entry.value]
+    sharded = any(entry.path[0] in ("fsdp", "fsdp_config", "deepspeed") for entry in given) and not view.is_hwopt
+    if (sharded and "num_processes" not in view) or any("layerwise" in entry.key for entry in given):
+        return  # on a number of ranks that the file does not say; or updates come within the backward pass
     tokens = effective * (view.number("max_length") or 0)
     if tokens >= TOKENS_OF_A_STEP and rows is None and view.value("task") != "text-classification":
         return
@@ -60,7 +66,7 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
             fix["effective_batch_size"] = fix[ACCUMULATION] * view.train_rows * view.ranks
         yield Finding(
             ACCUMULATION,
-            f"An optimizer step has {effective} rows; {smallest} or more are usual for {data}.",
+            f"An optimizer step has {effective} row{'s' * (effective != 1)}; {smallest} or more are usual for {data}.",
             "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory.",
             view.lines(fix),
         )
@@ -112,13 +118,15 @@ def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
 
 
 def is_fine_tuning(view: View) -> bool:
-    """Whether the file trains labels or texts with a model that has weights: preferences and rewards need far smaller rates."""
+    """Whether the usual rates hold: preferences and rewards need far smaller ones, language models below 1 B larger ones."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
     preferences = keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft") or keys.get("rl")
     classes = [call.split()[0] for call in view.source.calls]
     other = any(name.endswith("Config") and name not in ("SFTConfig", *PARTS) for name in classes)
     from_scratch = "model_name_or_path" not in view and keys.keys() & FROM_SCRATCH
-    return not (preferences or other or from_scratch)
+    projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
+    small = SMALL.search(str(view.value("model_name_or_path")))
+    return not (preferences or other or from_scratch or projected or small)
 
 
 @rule(

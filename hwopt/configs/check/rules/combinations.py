@@ -79,16 +79,6 @@ COMBINATIONS = (
         tools=TRAINERS,
     ),
     combination(
-        "reentrant-adapter",
-        "warning",
-        {REENTRANT: True, "use_peft": True, "gradient_checkpointing": True},
-        "Checkpointing is reentrant, and the adapter freezes the weights below it.",
-        "Without enable_input_require_grads() the layers get no gradient: the adapter does not train, with a warning only.",
-        source="transformers#21381",
-        fix={REENTRANT: False},
-        tools=TRAINERS,
-    ),
-    combination(
         "cache-checkpointing",
         "warning",
         {"use_cache": True, "gradient_checkpointing": True},

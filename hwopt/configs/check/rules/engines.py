@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import FEATURES, is_small
+from hwopt.configs.check.rules.combinations import REENTRANT
 from hwopt.configs.dialects import DEEPSPEED
 from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
@@ -43,6 +44,18 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
             if view.tool == "transformers"
             else f"remove {view.spelled(word)}, or train LoRA",
         )
+
+
+@rule(
+    "reentrant-adapter", "warning", words=(REENTRANT,), source="transformers#21381, transformers#42489", tools=("transformers",)
+)
+def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
+    """Checkpointing is reentrant, and an adapter freezes the weights below it, in a script with transformers' own Trainer."""
+    plain = any("TrainingArguments" in call for call in view.source.calls[:1]) and "input_require_grads" not in view.source.top
+    if plain and all(view.is_on(word) for word in (REENTRANT, "use_peft", "gradient_checkpointing")):
+        what = "Checkpointing is reentrant, and the adapter freezes the weights below it."
+        why = "Without enable_input_require_grads() the layers get no gradient: the adapter does not train, with a warning only."
+        yield Finding(REENTRANT, what, why, view.line(REENTRANT, False))
 
 
 @rule("packing-leak", "warning", words=("packing",), source="transformers#46634, axolotl#3796", tools=TRAINERS)

@@ -82,7 +82,10 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
     former = FORMER[view.tool]
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
-        if name in former and name != "fp16_opt_level" and each.place not in refused(view):  # it has a rule of its own
+        unset = view.tool == "axolotl" and each.value is None
+        if (
+            name in former and name != "fp16_opt_level" and not unset and each.place not in refused(view)
+        ):  # it has a rule of its own
             instead, gone = former[name]
             why = "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it."
             if view.tool == "axolotl":
