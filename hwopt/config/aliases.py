@@ -71,6 +71,7 @@ INSTEAD = {
     "text_column": "data.text",
     "label_column": "data.label",
     "messages_column": "data.messages",
+    "assistant_turns": "data.assistant_turns",
     "prompt_column": "data.prompt",
     "completion_column": "data.completion",
     "max_length": "data.max_length",

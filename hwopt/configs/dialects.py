@@ -15,26 +15,58 @@ from hwopt.configs.registered_data import add_registered
 from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
+from hwopt.data.sources.chat import SHAREGPT_ROLES
 
 NOTHING = (None, "none", "None", False)
 IS_OFF = {False: ignored("is off")}
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 
 
-def dataset(word: str) -> Special:
-    """Take the path of the first data set; list the other keys and the other sets."""
+FORMATS = ("json", "csv", "parquet", "text")
+PROMPTS = {
+    "alpaca": without(
+        "hwopt reads instruction, input and output as a conversation, in the chat template instead of Alpaca's text"
+    ),
+    "chat_template": ignored("hwopt renders conversations with the chat template"),
+    "completion": ignored("hwopt trains all tokens of a text column"),
+}
+"""Type of a data set -> what becomes of it."""
+CHAT_WORDS = {**SHAREGPT_ROLES, "from": "role", "role": "role", "value": "content", "content": "content"}
+"""A role, or a key of a message -> what it means."""
 
-    def take(view: View, entry: Entry) -> None:
-        for number, each in enumerate(entry.value if isinstance(entry.value, list) else [entry.value]):
-            for key, value in (each if isinstance(each, dict) else {"path": each}).items():
-                part = replace(entry, path=(*entry.path, str(number), str(key)), value=value)
-                taken = {"path": word, "field_messages": "messages_column"}.get(key)
-                if taken and number == 0:
-                    view.add(taken, part)
-                else:
-                    view.leave(part, ONE_SET)
 
-    return take
+def data_sets(view: View, entry: Entry) -> None:
+    """Read the first data set key by key; list the others."""
+    for number, each in enumerate(entry.value if isinstance(entry.value, list) else [entry.value]):
+        given = each if isinstance(each, dict) else {"path": each}
+        path, name, files = (given.get(key) for key in ("path", "name", "data_files"))
+        source = files if path in FORMATS and files else f"{path}:{name}" if name else path
+        for key, value in given.items():
+            part = replace(entry, path=(*entry.path, str(number), str(key)), value=source if key == "path" else value)
+            if number:
+                view.leave(part, ONE_SET)
+            elif key in ("name", "data_files") and str(value) in str(source):
+                view.leave(part, f"the data is {source}", "other")
+            else:
+                AXOLOTL.take(view, part)
+
+
+def prompt_type(view: View, entry: Entry) -> None:
+    view.leave(entry, *PROMPTS.get(str(entry.value), without("a prompt format of axolotl; hwopt reads chats, pairs and texts")))
+
+
+def chat_words(view: View, entry: Entry) -> None:
+    """List the data set's names for roles and messages; hwopt reads those of OpenAI and ShareGPT."""
+    last = entry.path[-1].removeprefix("message_field_")
+    words = [
+        (meaning, str(word))
+        for meaning, found in (entry.value if isinstance(entry.value, dict) else {last: entry.value}).items()
+        for word in (found if isinstance(found, list) else [found])
+    ]
+    if other := [word for meaning, word in words if CHAT_WORDS.get(word) != meaning]:
+        view.leave(entry, f"rename {', '.join(other)} to a word of OpenAI or ShareGPT")
+    else:
+        view.leave(entry, "hwopt reads these words", "other")
 
 
 def min_rate(view: View, entry: Entry) -> None:
@@ -83,8 +115,17 @@ AXOLOTL = Dialect(
         "sdp_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
         "flex_attention": ("attn_implementation", {True: "flex_attention", **IS_OFF}),
         "eager_attention": ("attn_implementation", {True: "eager", **IS_OFF}),
-        "datasets": dataset("train_file"),
-        "test_datasets": dataset("validation_file"),
+        "datasets": data_sets,
+        "datasets.0.path": "train_file",
+        "datasets.0.split": ("dataset_train_split", {"train": ignored("the default of hwopt too")}),
+        "datasets.0.type": prompt_type,
+        "datasets.0.field": "text_column",
+        "datasets.0.field_messages": "messages_column",
+        "datasets.0.roles_to_train": "roles_to_train",
+        **dict.fromkeys((f"datasets.0.{key}" for key in names("roles message_property_mappings")), chat_words),
+        **dict.fromkeys((f"datasets.0.message_field_{key}" for key in ("role", "content")), chat_words),
+        "test_datasets": data_sets,
+        "test_datasets.0.path": "validation_file",
     },
     {
         "evals_per_epoch": "hwopt evaluates at the end of each epoch; training.eval_steps sets another interval",
@@ -92,6 +133,7 @@ AXOLOTL = Dialect(
         "dataset_prepared_path": "hwopt keeps tokenized data in its own cache",
         "dataset_processes": "hwopt tokenizes once and keeps the result in its cache",
         "eval_sample_packing": "hwopt packs training batches only",
+        "datasets.0.ds_type": "hwopt takes the format from the extension",
         "strict": "hwopt refuses unknown keys always",
         "save_first_step": "a check of axolotl's own",
         "loss_watchdog_threshold": "training.loss_spike watches the loss",
@@ -133,6 +175,12 @@ def stage(view: View, entry: Entry) -> None:
         view.imply("text_blocks", True, view.settings["task"])
 
 
+def supervised(view: View) -> None:
+    """Set the task that LLaMA-Factory has unless the file says another stage."""
+    if view.settings and "stage" not in view.source.top:
+        view.imply("task", "causal-lm", next(iter(view.settings.values())))
+
+
 ADAPTERS = without("hwopt trains all weights, or LoRA and DoRA adapters")
 FULL = ignored("hwopt trains all weights unless a profile has an adapter")
 LLAMA_FACTORY = Dialect(
@@ -144,6 +192,8 @@ LLAMA_FACTORY = Dialect(
         "max_samples": "max_train_samples",
         "early_stopping_steps": "early_stopping_patience",
         "neat_packing": ("packing", IS_OFF),
+        "mask_history": ("assistant_turns", {True: "last", False: ignored("hwopt trains all answers by default")}),
+        "train_on_prompt": "train_on_inputs",
         "lora_rank": "lora_r",
         "additional_target": "modules_to_save",
         "pissa_init": ("init_lora_weights", {True: "pissa", False: None}),
@@ -169,6 +219,7 @@ LLAMA_FACTORY = Dialect(
     },
     "a key of LLaMA-Factory without a counterpart",
     arguments=True,
+    finish=supervised,
 )
 
 

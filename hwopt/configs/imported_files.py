@@ -77,7 +77,8 @@ def import_file(
     view = view_of(read_source(path), inputs)
     if view.is_hwopt:
         raise InputError(f"{path}: is a {TOOL_NAMES[view.tool]} already; `hwopt check {path}` checks it")
-    translation = translate(view, inputs.registry)
+    kind = next((value for path, value in map(parse_assignment, assignments) if path == ("task", "kind")), None)
+    translation = translate(view, inputs.registry, kind)
     job, missing = job_text(translation, assignments)
     make_job(parse_toml(job.encode(), "the new job.toml"))
     return Imported(profile_text(translation, name or profile_name(path), card), job, translation, missing)

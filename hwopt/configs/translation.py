@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hwopt.config.aliases import INSTEAD, plugin_aliases
-from hwopt.config.job import Job
+from hwopt.config.job import Job, TaskOptions
+from hwopt.config.task_kinds import kinds_that_read
 from hwopt.config.toml import Document
 from hwopt.config.validation import validate
 from hwopt.configs.defaults import add_defaults
@@ -20,7 +21,7 @@ from hwopt.configs.words import SCHEDULE_OPTIONS
 from hwopt.errors import HwoptError, InputError
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
-from hwopt.text import first_line, truncate
+from hwopt.text import first_line, listing, truncate
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ PAIRS = {"prompt": {"completion": "c"}, "completion": {"prompt": "p"}}
 """Key of a job -> the key that comes with it."""
 
 
-def translate(view: View, registry: Registry) -> Translation:
-    """Return the settings of `view` in hwopt's words."""
+def translate(view: View, registry: Registry, kind: str | None = None) -> Translation:
+    """Return the settings of `view` in hwopt's words, for the task `kind` instead of that of the file."""
     found = Translation(view)
     add_defaults(view)
     found.left += count_in_tokens(view) + without_adapter(view)
     options = Options(registry)
+    kind = kind or view.value("task", TaskOptions().kind)
     schedule = {word: view.value(word) for word in ("lr_scheduler_type", SCHEDULE_OPTIONS) if word in view}
     for setting in view.settings.values():
         if setting.reason:  # a guess, listed with what could not be read
@@ -77,9 +79,12 @@ def translate(view: View, registry: Registry) -> Translation:
                 result = without(INSTEAD.get(setting.word, "hwopt has no such setting"))
             elif not isinstance(result, Omitted):
                 (table, name), value = result
+                owners = kinds_that_read(f"{table}.{name}")
                 needed = NEEDED.get(table, {}) | PAIRS.get(name, {}) | (schedule if name in schedule else {})
                 if why := problem(Job.model_fields[table].annotation, (table,), {**needed, name: value}):
                     result = without(why)
+                elif owners and kind not in owners:
+                    result = without(f"belongs to task.kind = {listing(owners)}")
         except (HwoptError, TypeError, ValueError) as error:  # such as a list where a text belongs
             result = without(first_line(error))
         if isinstance(result, Omitted):

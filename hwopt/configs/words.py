@@ -51,7 +51,7 @@ OTHER_ARGUMENTS = names(
     modules_to_save layers_to_transform init_lora_weights roles_to_train
     dataset_train_split dataset_test_split eos_token chat_template_path dataset_num_proc packing_strategy eval_packing
     resume_from_checkpoint train_sampling_strategy adapter messages_column prompt_column completion_column
-    distributed_type lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices
+    distributed_type lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices assistant_turns
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs liger_kernel_config use_cache
     torch_empty_cache_steps logging_first_step log_on_each_node include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay

@@ -60,17 +60,28 @@ def test_second_key_for_one_word_is_listed() -> None:
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "axolotl": (  # further keys of both tools: tests/golden/import
         "micro_batch_size: 2\nlora_target_linear: true\nflash_attention: true\n"
-        "datasets:\n  - path: d\n    type: alpaca\n  - path: e\n",
+        "batch_size: 16\ngradient_checkpointing: offload\n"
+        "datasets:\n  - path: d\n    name: c\n    split: train[:9%]\n    type: alpaca\n  - path: e\n",
         {
+            "effective_batch_size": 16,
+            "gradient_checkpointing": True,
             "per_device_train_batch_size": 2,
             "lora_target_modules": "all-linear",
             "attn_implementation": "flash_attention_2",
-            "train_file": "d",
+            "train_file": "d:c",
+            "dataset_train_split": "train[:9%]",
         },
     ),
     "llama-factory": (
-        "lora_target: all\nlora_rank: 8\nflash_attn: fa2\n",
-        {"lora_target_modules": "all-linear", "lora_r": 8, "attn_implementation": "flash_attention_2"},
+        "lora_target: all\nlora_rank: 8\nflash_attn: fa2\nmask_history: true\nearly_stopping_steps: 3\n",
+        {
+            "lora_target_modules": "all-linear",
+            "lora_r": 8,
+            "attn_implementation": "flash_attention_2",
+            "assistant_turns": "last",
+            "early_stopping_patience": 3,
+            "task": "causal-lm",
+        },
     ),
     "deepspeed": (
         '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": true},'
@@ -107,9 +118,36 @@ def test_tool_is_recognised_and_its_keys_are_read(tool: str) -> None:
 
 
 def test_what_a_dialect_does_not_take_over_is_listed() -> None:
-    assert [each.key for each in read(DIALECTS["axolotl"][0]).unread] == ["datasets.0.type", "datasets.1.path"]
+    assert [each.key for each in read(DIALECTS["axolotl"][0]).unread] == [
+        "datasets.0.name",
+        "datasets.0.type",
+        "datasets.1.path",
+    ]
     assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
     assert read("stage: dpo\nfinetuning_type: freeze\nlora_target: q\n").unread[0].reason.startswith("hwopt has supervised")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason", "kind"),
+    [
+        ("type: chat_template", "hwopt renders conversations", "other"),
+        ("type: alpaca", "in the chat template instead of Alpaca's text", "unknown"),
+        ("type: context_qa.load", "a prompt format of axolotl", "unknown"),
+        ("roles: {user: [human], assistant: [gpt, assistant]}", "hwopt reads these words", "other"),
+        ("roles: {user: [customer], assistant: [gpt]}", "rename customer to a word", "unknown"),
+        ("message_property_mappings: {role: from, content: value}", "hwopt reads these words", "other"),
+        ("message_field_content: body", "rename body to a word", "unknown"),
+    ],
+)
+def test_words_of_a_data_set_of_axolotl_are_read_or_named(keys: str, reason: str, kind: str) -> None:
+    (left,) = read(f"base_model: m\nmicro_batch_size: 1\ndatasets:\n  - path: d\n    {keys}\n").unread
+    assert reason in left.reason
+    assert left.kind == kind
+
+
+def test_file_of_a_data_set_of_axolotl_is_taken_for_its_format() -> None:
+    text = "base_model: m\nmicro_batch_size: 1\ndatasets:\n  - path: json\n    data_files: a.jsonl\n    field: body\n"
+    assert {"train_file": "a.jsonl", "text_column": "body"}.items() <= values(read(text)).items()
 
 
 def test_unknown_file_is_refused_with_its_keys() -> None:

@@ -76,7 +76,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b", "task.kind": "causal-lm"},
     "lora_r: 16\ndataset_name: a/b": {"data.train": "a/b"},
-    "finetuning_type: full\nlora_rank: 8\ndataset: a": {"data.train": "a"},
+    "finetuning_type: full\nlora_rank: 8\ndataset: a": {"data.train": "a", "task.kind": "causal-lm"},
+    "cutoff_len: 64\nmask_history: true\ntrain_on_prompt: false": {
+        "data.max_length": 64,
+        "data.assistant_turns": "last",
+        "task.kind": "causal-lm",
+    },
     "base_model: m\nadapter:\nlora_r: 8\nrl:": {"model.name": "m", "task.kind": "causal-lm"},
     "use_peft: true\nload_in_4bit: true\nchat_template_path: a.jinja": {
         "plugins.adapter.enabled": True,
@@ -126,6 +131,7 @@ NO_EQUIVALENT = {
     "assistant_only_loss: false": "answers of conversations only",
     "train_on_inputs: true\nfp16: true": "answers of conversations only",
     "roles_to_train: [user]\nfp16: true": "answers of conversations only",
+    "mask_history: true\ncutoff_len: 64\nstage: dpo": "belongs to task.kind = causal-lm",
     "dataloader_num_workers: -1": "greater than or equal to 0",
 }
 
@@ -251,6 +257,7 @@ def test_assignments_replace_keys_of_the_job_and_are_checked(tmp_path: Path) -> 
     files = written(text, tmp_path, "model.name=n", "data.train=t.csv")
     assert 'name = "n"' in files.job
     assert files.missing == ()
+    assert 'messages = "x"' in written("messages_column: x\nfp16: true\n", tmp_path, "task.kind=causal-lm").job
     with pytest.raises(InputError, match="learning_rate"):
         written(text, tmp_path, "training.learning_rate=0")
     with pytest.raises(InputError, match="expected a key of a job"):
