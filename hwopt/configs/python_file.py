@@ -78,6 +78,9 @@ class Script:
         self.nodes = nodes = list(ast.walk(tree))
         found = [node for node in nodes if isinstance(node, ast.Call)]
         self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        own = [node for node in nodes if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("transformers")]
+        self.own = {alias.asname or alias.name for node in own for alias in node.names}
+        self.own |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in found)
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
@@ -105,7 +108,8 @@ class Script:
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""
-        return [arguments, *(call for call in self.calls if called(call) in PARTS or loads_model(call) or adds_adapter(call))]
+        parts = set(PARTS) - ({PARTS[2]} & self.own)  # many scripts have a callback of that name with other arguments
+        return [arguments, *(call for call in self.calls if called(call) in parts or loads_model(call) or adds_adapter(call))]
 
     def entries(self, call: ast.Call) -> Iterator[Entry]:
         """The arguments of `call`; those of other calls than the main one with its name in front."""

@@ -80,7 +80,7 @@ early-stopping | 2 | eval_strategy='epoch' | suffix=.py
   args = TrainingArguments("o", **rest) / stop = EarlyStoppingCallback()
 early-stopping | 2 | load_best_model_at_end=True | suffix=.py
   args = TrainingArguments("o", eval_strategy="epoch") / stop = EarlyStoppingCallback(3)
-  args = TrainingArguments("o", eval_strategy="epoch", load_best_model_at_end=True) / stop = EarlyStoppingCallback(3)
+  args = TrainingArguments("o", eval_strategy="epoch") / from mine import EarlyStoppingCallback / stop = EarlyStoppingCallback(3)
 early-stopping | 3 | load_best_model_at_end: true | level=warning
   cutoff_len: 8 / eval_strategy: epoch / early_stopping_steps: 2 / metric_for_best_model: loss
   early_stopping_patience: 2 / eval_strategy: epoch / metric_for_best_model: loss
@@ -100,7 +100,7 @@ out-of-range | 6 | training.learning_rate = 2e-05 | suffix=.toml
   [model] / name = "m" / [data] / train = "t" / [training] / learning_rate = 5.0
   [model] / name = "m" / [data] / train = "t" / [training] / learning_rate = 0.5
 out-of-range | 2 | lora_alpha: 16
-  base_model: m / lora_alpha: 0
+  base_model: m / lora_alpha: 0 / adapter: lora
   cutoff_len: 8 / lora_alpha: 0
 learning-rate | 1 | learning_rate: 3e-05
   learning_rate: 2e-3 / per_device_train_batch_size: 32
@@ -191,7 +191,7 @@ fp16-model | 2 | bf16: true
   model_name_or_path: google/gemma-2-9b / bf16: true
 packing-leak | 1 | attn_implementation: flash_attention_2
   packing: true / attn_implementation: sdpa
-  packing: true / attn_implementation: kernels-community/flash-attn3
+  packing: true / use_flash_attention_2: true
 packing-leak | 2 | flash_attention: true
   base_model: m / sample_packing: true
   base_model: m / sample_packing: true / sdp_attention: true
@@ -311,7 +311,7 @@ misspelled-name | 2 | use gradient_clipping | suffix=.json
   {"zero_optimization": {}, / "gradient_clipping": 1}
 misspelled-name | 2 | use max_completion_length
   num_generations: 4 / max_completion_lenght: 64 / fp16: true
-  num_generations: 4 / max_completion_length: 64 / fp16: true
+  num_generations: 4 / max_completion_length: 64 / ref_model_init_kwargs: {} / fp16: true
 misspelled-name | 2 | use learning_rate
   fp16: true / learning_rat: 1e-4
   fp16: true / learning_rate: 1e-4
@@ -327,7 +327,7 @@ interpolation | 2
 cpu-ranks | 3 | distributed_type: MULTI_GPU | level=error
   compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_CPU
   compute_environment: LOCAL_MACHINE / use_cpu: true / num_processes: 2 / distributed_type: MULTI_GPU
-fp16-cpu | 2 | mixed_precision: bf16 | level=error
+fp16-cpu | 2 | mixed_precision: bf16
   use_cpu: true / mixed_precision: fp16
   use_cpu: true / mixed_precision: bf16
 launch-processes | 2 | num_processes: 4

@@ -63,6 +63,7 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     """packing is on, and the documents of a row are not kept apart."""
     attention = str(view.value("attn_implementation"))
     apart = any(part in attention for part in ("flash", "flex"))
+    apart = apart or any("flash" in key and value is True for key, value in view.source.values.items())
     fix = view.line("attn_implementation", "flash_attention_2")
     if view.tool == "axolotl":
         apart, fix = apart or attention not in ("None", "eager"), "flash_attention: true"
@@ -135,13 +136,13 @@ def qlora_bits(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, "axolotl stops: QLoRA trains over weights in 4 bits; LoRA takes 8 bits.", fix)
 
 
-@rule("fp16-cpu", "error", words=("use_cpu",), source="accelerate, Accelerator: fp16 mixed precision requires a device")
+@rule("fp16-cpu", "warning", words=("use_cpu",), source="accelerate, Accelerator: fp16 for devices other than the CPU")
 def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
-    """fp16 beside use_cpu."""
+    """fp16 beside use_cpu, which trains in fp32."""
     word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
     if word and view.is_on("use_cpu"):
         what = f"{view.spelled(word)} asks for fp16, and {view.spelled('use_cpu')} is true."
-        why = "accelerate stops: fp16 needs a GPU, for its loss scaling too. A CPU trains in bf16 or fp32."
+        why = "accelerate trains in fp32 on a CPU then, without a message. bf16 is what a CPU can train in."
         yield Finding(word, what, why, view.half_precision("bf16", word))
 
 
@@ -207,6 +208,8 @@ def deepspeed_twice(view: View, facts: Facts) -> Iterator[Finding]:
     for word in (*TAKEN, *sorted(MATCHED)):
         ours, other = view.settings.get(word), theirs.settings.get(word)
         if not ours or not other or "deepspeed" in ours.path[:-1] or ours.value in ("auto", other.value):
+            continue
+        if view.tool == "transformers" and ours.path[-1] != word:  # a name of another program, which may not use the Trainer
             continue
         if word in TAKEN and not {ours.value, other.value} <= ADAMW:
             name = theirs.source.values[other.key]

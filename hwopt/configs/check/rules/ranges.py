@@ -46,7 +46,6 @@ RANGES: Mapping[str, Range] = {
     "lora_dropout": Range(fraction, "at least 0 and below 1", "At 1 the adapter gets no input.", 0.05),
     "per_device_train_batch_size": Range(one_or_more, "at least 1", "The trainer stops: a batch has no rows.", 8),
     "gradient_accumulation_steps": Range(one_or_more, "at least 1", "The trainer stops: a step has no micro-batch.", 1),
-    "max_length": Range(one_or_more, "at least 1", "No token of a sample is left.", 1024),
 }
 
 
@@ -62,10 +61,11 @@ def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
     other = {
         "num_train_epochs": (view.number("max_steps") or 0) > 0 or view.value("do_train") is False,
         "weight_decay": "adam" not in str(view.value("optim", "adamw")),  # Lion's decay is larger: arXiv:2302.06675
-        "lora_alpha": view.tool == "llama-factory",  # twice the rank, if it is 0
+        "lora_r": not view.is_on("use_peft"),  # some programs turn the adapter off by a rank of 0
+        "lora_alpha": not view.is_on("use_peft") or view.tool == "llama-factory",  # there 0 is twice the rank
     }
     for word, (holds, text, why, usual, level) in RANGES.items():
         value = view.number(word)
-        if value is not None and not holds(value) and not other.get(word):
+        if value is not None and value != -1 and not holds(value) and not other.get(word):  # -1 is "not set" in many programs
             what = f"{view.spelled(word)} is {value:g}; usable values are {text}."
             yield Finding(word, what, why, view.line(word, usual), level)

@@ -14,7 +14,7 @@ from hwopt.configs.words import names
 LEAST, USUAL, MOST = 0.03, 0.06, 0.10
 """docs/notes.md#rtx-3070-64-rows: 3 to 10 %."""
 BEST, METRIC, GREATER = "load_best_model_at_end", "metric_for_best_model", "greater_is_better"
-SMALLER = names("loss perplexity ppl wer cer mse rmse mae")
+SMALLER = names("loss perplexity ppl wer cer mse rmse mae mape error")
 LARGER = names("accuracy accuracies acc f1 precision recall auc mcc bleu sacrebleu rouge rouge1 rouge2 rougel rougelsum margins")
 """Parts of the names of metrics of which a smaller, or a larger, value is better."""
 
