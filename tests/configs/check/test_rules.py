@@ -108,6 +108,9 @@ learning-rate | 1 | learning_rate: 3e-05
 learning-rate | 2 | learning_rate: 3e-05
   model_name_or_path: bert-base / learning_rate: 2e-3 / per_device_train_batch_size: 32
   model_name_or_path: HuggingFaceTB/SmolLM-360M / learning_rate: 1e-3 / per_device_train_batch_size: 32
+learning-rate | 2 | learning_rate: 3e-05
+  max_length: 512 / learning_rate: 2e-3 / per_device_train_batch_size: 32
+  max_length: 4096 / learning_rate: 2e-3 / per_device_train_batch_size: 32
 learning-rate | 1 | learning_rate: 0.0003
   learning_rate: 1e-6 / per_device_train_batch_size: 32 / use_peft: true
   learning_rate: 2e-4 / per_device_train_batch_size: 32 / use_peft: true
@@ -183,6 +186,9 @@ quantized-training | 3 | or train LoRA
 states-offload | 1 | optim: adamw_torch
   optim: adamw_bnb_8bit / deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}
   optim: adamw_bnb_8bit / deepspeed: {zero_optimization: {offload_optimizer: {device: none}}}
+states-offload | 2 | optimizer: adamw_torch
+  base_model: m / optimizer: adamw_bnb_8bit / deepspeed: zero3_bf16_cpuoffload_all.json
+  base_model: m / optimizer: adamw_bnb_8bit / deepspeed: zero3_bf16_cpuoffload_params.json
 eval-logits | 1 | eval_accumulation_steps: 1
   model_name_or_path: Qwen/Qwen2.5-7B / eval_strategy: steps / metric_for_best_model: accuracy
   model_name_or_path: Qwen/Qwen2.5-7B / eval_strategy: steps / metric_for_best_model: eval_loss

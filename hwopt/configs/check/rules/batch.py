@@ -51,10 +51,10 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     effective, steps, rows = view.effective_rows, view.number(ACCUMULATION), facts.rows
     if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
         return
-    given = [entry for entry in view.source.entries if entry.value]
-    sharded = any(entry.path[0] in ("fsdp", "fsdp_config", "deepspeed") for entry in given) and not view.is_hwopt
-    if (sharded and "num_processes" not in view) or any("layerwise" in entry.key for entry in given):
-        return  # on a number of ranks that the file does not say; or updates come within the backward pass
+    if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
+        return
+    if ranks_unknown(view) or trains_preferences(view) or any("layerwise" in entry.key for entry in view.source.entries):
+        return
     tokens = effective * (view.number("max_length") or 0)
     if tokens >= TOKENS_OF_A_STEP and rows is None and view.value("task") != "text-classification":
         return
@@ -66,7 +66,7 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
             fix["effective_batch_size"] = fix[ACCUMULATION] * view.train_rows * view.ranks
         yield Finding(
             ACCUMULATION,
-            f"An optimizer step has {effective} row{'s' * (effective != 1)}; {smallest} or more are usual for {data}.",
+            f"An optimizer step has {counted(effective)}; {smallest} or more are usual for {data}.",
             "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory.",
             view.lines(fix),
         )
@@ -117,16 +117,34 @@ def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def is_fine_tuning(view: View) -> bool:
-    """Whether the usual rates hold: preferences and rewards need far smaller ones, language models below 1 B larger ones."""
+def counted(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
+
+
+def ranks_unknown(view: View) -> bool:
+    """Whether the file trains on several ranks, as FSDP and DeepSpeed do, and does not say on how many."""
+    several = any(entry.path[0] in ("fsdp", "fsdp_config", "deepspeed") for entry in view.source.entries if entry.value)
+    return several and "num_processes" not in view and not view.is_hwopt
+
+
+def trains_preferences(view: View) -> bool:
+    """Whether the file trains preferences or rewards, with a class of TRL or a stage of its own."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
-    preferences = keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft") or keys.get("rl")
     classes = [call.split()[0] for call in view.source.calls]
     other = any(name.endswith("Config") and name not in ("SFTConfig", *PARTS) for name in classes)
-    from_scratch = "model_name_or_path" not in view and keys.keys() & FROM_SCRATCH
+    return other or bool(keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft", "pt") or keys.get("rl"))
+
+
+def has_usual_rate(view: View) -> bool:
+    """Whether AdamW's usual rates hold: not from scratch, for language models below 1 B, or if the adapter is unknown."""
+    keys = {entry.path[-1]: entry.value for entry in view.source.entries}
+    from_scratch = keys.get("stage") == "pt" or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
     small = SMALL.search(str(view.value("model_name_or_path")))
-    return not (preferences or other or from_scratch or projected or small)
+    silent = view.tool == "transformers" and view.language != "Python" and view.lacks("use_peft", "task")
+    by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
+    unread = view.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
+    return not (from_scratch or projected or small or by_script or unread)
 
 
 @rule(
@@ -135,18 +153,17 @@ def is_fine_tuning(view: View) -> bool:
 def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows, adapter = view.number("learning_rate"), view.effective_rows, view.is_on("use_peft")
-    adapter_unknown = not adapter and not view.lacks("use_peft") and view.language == "Python"
-    if not is_fine_tuning(view):
+    if trains_preferences(view) or ranks_unknown(view) or not has_usual_rate(view):
         return
-    if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")) or adapter_unknown:
+    if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
     if not usual / FAR <= rate <= usual * FAR:
-        method = "an adapter" if adapter else "all weights"
+        method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
         yield Finding(
             "learning_rate",
-            f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method} and {rows} rows in a step.",
+            f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}.",
             f"{effect} With Adam the rate grows with the square root of the rows.",
             view.line("learning_rate", float(f"{usual:.1g}")),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -89,7 +90,7 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer with states in 8 bit under ZeRO's offload."""
     name, (zero, device, file) = str(view.value("optim")), OFFLOADS
     asked = {word: view.value(word) not in (None, "none", False) for word in (zero, device)}
-    asked[file] = "offload" in str(view.value(file)).lower()
+    asked[file] = re.search(r"offload(?!\w*param)", str(view.value(file)).lower()) is not None
     offload = next((word for word, found in asked.items() if found), None)
     theirs = deepspeed_view(view)
     if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
