@@ -71,12 +71,14 @@ def chat_words(view: View, entry: Entry) -> None:
 
 def min_rate(view: View, entry: Entry) -> None:
     """The cosine schedule, axolotl's default, ends above 0."""
-    if all(each.value == "cosine" for each in view.source.entries if each.key == "lr_scheduler"):
+    if view.source.values.get("lr_scheduler", "cosine") != "cosine":
+        view.leave(entry, "for the schedule cosine alone")
+    elif entry.value is None or entry.interpolated:
+        view.leave(entry, "has no value", "other")
+    else:
         view.add("lr_scheduler_kwargs.min_lr_rate", entry)
         given = view.settings["lr_scheduler_kwargs"]
         view.settings["lr_scheduler_type"] = replace(given, value="cosine_with_min_lr", word="lr_scheduler_type")
-    else:
-        view.leave(entry, "for the schedule cosine alone")
 
 
 def causal_lm(view: View) -> None:

@@ -91,6 +91,10 @@ def translate(view: View, registry: Registry, kind: str | None = None) -> Transl
             found.left.append(setting.left(*result))
         elif result is not None:
             found.taken.append(Taken(setting, *result))
+    pair = [each for each in found.taken if each.key[-1] in PAIRS]
+    if len(pair) == 1:
+        found.taken.remove(pair[0])
+        found.left.append(pair[0].setting.left("data.prompt and data.completion go together"))
     options.settle(found)
     order = list(options.accepted)  # a plan sorts the plugins itself
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))

@@ -7,6 +7,7 @@ notes and https://github.com/huggingface/transformers/blob/main/src/transformers
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Any, NamedTuple
 
 from hwopt.config.aliases import SYNONYMS
@@ -171,6 +172,8 @@ def number(word: str, value: Any) -> int | float:
             raise NotReadable(f'expected a number, got {truncate(value)}. A YAML comment begins with " #".', guess)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotReadable(f"expected a number, got {truncate(value)}")
+    if isinstance(value, float) and not isfinite(value):
+        raise NotReadable(f"expected a finite number, got {value:g}")
     if word in INTEGERS and value != int(value):
         raise NotReadable(f"expected a whole number, got {value:g}")
     return int(value) if word in INTEGERS else value

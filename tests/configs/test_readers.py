@@ -145,6 +145,10 @@ def test_words_of_a_data_set_of_axolotl_are_read_or_named(keys: str, reason: str
     assert left.kind == kind
 
 
+def test_empty_ratio_of_axolotl_changes_no_schedule() -> None:
+    assert "lr_scheduler_type" not in read("base_model: m\nmicro_batch_size: 1\ncosine_min_lr_ratio:\n")
+
+
 def test_file_of_a_data_set_of_axolotl_is_taken_for_its_format() -> None:
     text = "base_model: m\nmicro_batch_size: 1\ndatasets:\n  - path: json\n    data_files: a.jsonl\n    field: body\n"
     assert {"train_file": "a.jsonl", "text_column": "body"}.items() <= values(read(text)).items()
@@ -173,7 +177,9 @@ def test_values_get_the_type_of_their_word(word: str, value: Any, expected: Any)
     assert type(found) is type(expected)
 
 
-@pytest.mark.parametrize(("word", "value"), [("fp16", "x"), ("max_steps", 1.5), ("seed", True), ("seed", "1 or 2")])
+@pytest.mark.parametrize(
+    ("word", "value"), [("fp16", "x"), ("max_steps", 1.5), ("seed", True), ("seed", "1 or 2"), ("save_steps", float("inf"))]
+)
 def test_value_of_another_type_is_not_readable(word: str, value: Any) -> None:
     with pytest.raises(NotReadable, match="expected"):
         typed(word, value)

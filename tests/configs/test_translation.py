@@ -131,6 +131,7 @@ NO_EQUIVALENT = {
     "assistant_only_loss: false": "answers of conversations only",
     "train_on_inputs: true\nfp16: true": "answers of conversations only",
     "roles_to_train: [user]\nfp16: true": "answers of conversations only",
+    "prompt_column: q\ndataset_name: a\nassistant_only_loss: true": "data.completion go together",
     "mask_history: true\ncutoff_len: 64\nstage: dpo": "belongs to task.kind = causal-lm",
     "dataloader_num_workers: -1": "greater than or equal to 0",
 }
