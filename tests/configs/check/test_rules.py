@@ -348,7 +348,7 @@ launch-processes | 2 | machine_rank: 1
 launch-processes | 2 | distributed_type: MULTI_GPU
   compute_environment: LOCAL_MACHINE / num_processes: 2 / distributed_type: "NO"
   compute_environment: LOCAL_MACHINE / num_processes: 1 / distributed_type: "NO"
-deepspeed-twice | 1 | "lr": "auto" | level=error
+deepspeed-twice | 1 | set optimizer.params.lr to "auto" | level=error
   learning_rate: 5e-5 / deepspeed: {optimizer: {type: AdamW, params: {lr: 1e-4}}}
   learning_rate: 5e-5 / deepspeed: {optimizer: {type: AdamW, params: {lr: auto}}} / optim: adamw_torch_fused
 deepspeed-twice | 1 | remove scheduler from | level=warning

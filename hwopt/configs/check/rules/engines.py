@@ -62,21 +62,16 @@ def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("packing-leak", "warning", words=("packing",), source="transformers#46634, axolotl#3796", tools=TRAINERS)
 def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     """packing is on, and the documents of a row are not kept apart."""
-    attention = str(view.value("attn_implementation"))
-    apart = any(part in attention for part in ("flash", "flex"))
-    apart = apart or any("flash" in key and value is True for key, value in view.source.values.items())
-    fix = view.line("attn_implementation", "flash_attention_2")
+    given, name = view.source.values, str(view.value("attn_implementation"))
+    apart = any(part in name for part in ("flash", "flex")) or any("flash" in key and given[key] is True for key in given)
+    needed, fix = "flash attention", view.line("attn_implementation", "flash_attention_2")
     if view.tool == "axolotl":
-        apart, fix = apart or attention not in ("None", "eager"), "flash_attention: true"
+        apart, fix = apart or name not in ("None", "eager"), "flash_attention: true"
     elif view.tool == "llama-factory":  # its flash attention sees the whole row, and pretraining means to join documents
-        apart, fix = (
-            view.source.values.get("neat_packing") is True or view.is_on("text_blocks"),
-            "neat_packing: true",
-        )
+        apart, needed, fix = given.get("neat_packing") is True or view.is_on("text_blocks"), "neat_packing", "neat_packing: true"
     if view.is_on("packing") and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
-        without = "neat_packing" if view.tool == "llama-factory" else "flash attention"
         why = "Documents of one row can attend to each other: the loss is that of another text."
-        yield Finding("packing", f"{view.spelled('packing')} is on without {without}.", why, fix)
+        yield Finding("packing", f"{view.spelled('packing')} is on without {needed}.", why, fix)
 
 
 @rule(
@@ -128,13 +123,12 @@ def precision_twice(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("qlora-bits", "error", words=("use_peft",), source="axolotl, schemas/peft.py: validate_qlora", tools=("axolotl",))
 def qlora_bits(view: View, facts: Facts) -> Iterator[Finding]:
     """adapter is qlora, and the weights are not in 4 bits."""
-    qlora = view.source.values.get("adapter") == "qlora"
-    if qlora and "peft" not in view.source.top and (view.is_on("load_in_8bit") or not view.is_on("load_in_4bit")):
-        word = "load_in_8bit" if view.is_on("load_in_8bit") else "use_peft"
-        bits = {"load_in_8bit": False} if view.is_on("load_in_8bit") else {}
-        what = f"adapter is qlora, and {'load_in_8bit' if bits else 'load_in_4bit'} is {'true' if bits else 'not'}."
-        fix = view.lines({**bits, "load_in_4bit": True})
-        yield Finding(word, what, "axolotl stops: QLoRA trains over weights in 4 bits; LoRA takes 8 bits.", fix)
+    eight, four = view.is_on("load_in_8bit"), view.is_on("load_in_4bit")
+    if view.source.values.get("adapter") == "qlora" and "peft" not in view.source.top and (eight or not four):
+        what = f"adapter is qlora, and {'load_in_8bit is true' if eight else 'load_in_4bit is not true'}."
+        fix = view.lines({**({"load_in_8bit": False} if eight else {}), "load_in_4bit": True})
+        why = "axolotl stops: QLoRA trains over weights in 4 bits; LoRA takes 8 bits."
+        yield Finding("load_in_8bit" if eight else "use_peft", what, why, fix)
 
 
 @rule("fp16-cpu", "warning", words=("use_cpu",), source="accelerate, Accelerator: fp16 for devices other than the CPU")
@@ -192,7 +186,7 @@ MATCHED = names(
 )
 """Words whose values must be those of the DeepSpeed configuration."""
 TAKEN = ("optim", "lr_scheduler_type")
-ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf"}
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 """AdamW with states in fp32, as DeepSpeed has it."""
 
 
@@ -212,7 +206,7 @@ def deepspeed_twice(view: View, facts: Facts) -> Iterator[Finding]:
             continue
         if view.tool == "transformers" and ours.path[-1] != word:  # a name of another program, which may not use the Trainer
             continue
-        if word in TAKEN and not {ours.value, other.value} <= ADAMW:
+        if word in TAKEN and not all(value in ADAMW for value in (ours.value, other.value)):
             name = theirs.source.values[other.key]
             what = f"{ours.key} is {ours.value}, and the DeepSpeed configuration has {other.key} = {name}."
             why = f"DeepSpeed's is taken; {ours.key} has no effect."
@@ -220,4 +214,4 @@ def deepspeed_twice(view: View, facts: Facts) -> Iterator[Finding]:
         elif word in MATCHED:
             what = f"{ours.key} is {ours.value}, and the DeepSpeed configuration has {other.key} = {other.value}."
             why = "The Trainer stops: the values must match."
-            yield Finding(word, what, why, f'in the DeepSpeed configuration "{other.path[-1]}": "auto"')
+            yield Finding(word, what, why, f'set {other.key} to "auto" in the DeepSpeed configuration')
