@@ -144,7 +144,8 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
         if name in names or name in FORMER.get(view.tool, ()) or each.place in refused(view):
             continue
         near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], names, n=1, cutoff=ALIKE)
-        if near and near[0] != name and (each.word or abs(len(near[0]) - len(name)) <= 2):  # ref_model_init_kwargs is no typo
+        # a key that is longer by a word, such as ref_model_init_kwargs, is not misspelled
+        if near and near[0] != name and (each.word or abs(len(near[0]) - len(name)) <= 2):
             yield replace(about(each, f"{whose} has no {name}.", why, f"use {near[0]}"), level=level)
 
 
