@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hwopt.data.answer_checks import check_answer, check_marked, is_closed, rewritten
 from hwopt.data.sources.chat import BadConversation, Conversation, Message
+from hwopt.data.unwritten import left_out
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line
@@ -132,8 +133,7 @@ class ChatTemplate:
         """The token that ends an answer; None if an answer ends with ordinary text, or the template refuses a short question."""
         messages: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
-            marked = self.replaced is not None or self._has_markers
-            text = self.marked(messages, {})[0] if marked else self.text(messages, {})
+            text = self.trained_text(messages, {})
         except BadConversation:
             return None
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
@@ -146,7 +146,10 @@ class ChatTemplate:
         Raises BadConversation if the template refuses the conversation or leaves out a part, DataError if it trains no end of an
         answer or rewrites earlier turns.
         """
-        text, spans = self.render(conversation)
+        return self.tokens(*self.render(conversation))
+
+    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """(tokens of `text`, whether each is in one of the `spans`)."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = encoded["offset_mapping"]
         mask = [any(start < last and first < end for first, last in spans) for start, end in offsets]
@@ -154,11 +157,9 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans of the assistant's turns in characters)."""
-        messages, words, answers = conversation.messages, conversation.template_words, conversation.answers
+        words, (messages, answers) = conversation.template_words, self.trained_part(conversation)
         if conversation.prompt and self.turns == "all":
             return self.completed(messages, words, conversation.prompt, answers)
-        if self.turns == "last":
-            answers, messages = answers[-1:], messages[: answers[-1] + 1]  # what follows the last answer is not trained on
         if self.replaced is None and not self._has_markers:
             return self.grown(messages, words, answers)
         text, spans = self.marked(messages, words)
@@ -171,6 +172,21 @@ class ChatTemplate:
         trained = [text[start:end] for start, end in spans]
         check_marked(trained, [messages[number] for number in answers])
         return text, spans
+
+    def left_out(self, conversation: Conversation, text: str) -> list[str]:
+        """What `text`, the conversation by `render`, lacks of it, such as "tools"."""
+        render = self.text if conversation.prompt and self.turns == "all" else self.trained_text
+        return left_out(render, *self.trained_part(conversation), conversation.template_words, text)
+
+    def trained_part(self, conversation: Conversation) -> tuple[list[Message], list[int]]:
+        """(messages, indices of the answers to train): without what follows the last answer if only that is trained."""
+        messages, answers = conversation.messages, conversation.answers
+        return (messages, answers) if self.turns == "all" else (messages[: answers[-1] + 1], answers[-1:])
+
+    def trained_text(self, messages: list[Message], words: Words) -> str:
+        """The text of `messages` by the template that training uses. Raises BadConversation."""
+        marked = self.replaced is not None or self._has_markers
+        return self.marked(messages, words)[0] if marked else self.text(messages, words)
 
     def completed(
         self, messages: list[Message], words: Words, prompt: int, answers: Sequence[int]

@@ -178,7 +178,7 @@ def with_memory(
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
             memory = with_measurement(plan, memory, lengths.head)
-    plan = replace(plan, memory=memory, refused=lengths.refused)
+    plan = replace(plan, memory=memory, refused=lengths.refused, data_warnings=lengths.warnings)
     listener.on_memory(plan)
     listener.on_trial("finding the largest sizes that fit")
     memory = planner.with_largest_sizes(plan, memory, cache, lengths)

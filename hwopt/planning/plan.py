@@ -50,6 +50,8 @@ class Plan:
     """The memory plan, or None if it was not made."""
     refused: str = ""
     """Why a run would refuse the data, if they are on this machine and were read."""
+    data_warnings: tuple[str, ...] = ()
+    """Which data a run would not use, if they were read."""
     oom_plugins: tuple[Plugin, ...] = ()
     """Plugins without a table in the profile that can free memory in a run that does not fit."""
 
@@ -144,6 +146,7 @@ class Plan:
             "plugins": [entry.to_dict() for entry in self.entries],
             **({} if self.memory is None else {"memory": self.memory.to_dict()}),
             **({"refused": self.refused} if self.refused else {}),
+            **({"data_warnings": list(self.data_warnings)} if self.data_warnings else {}),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
         }

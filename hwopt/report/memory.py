@@ -130,6 +130,8 @@ class PlanScreen(PlanProgress):
 
     def on_memory(self, plan: Plan) -> None:
         show_plan(self.console, plan)
+        for warning in plan.data_warnings:  # a run says them when it has read the data
+            say(self.console, "data", warning, "bold yellow")
         show_memory(self.console, plan)
 
     def on_largest_sizes(self, memory: MemoryPlan) -> None:

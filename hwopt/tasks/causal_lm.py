@@ -18,6 +18,7 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
 from hwopt.data.tokenizer import LengthLimit
+from hwopt.data.unwritten import advice
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
@@ -181,6 +182,7 @@ class CausalLM(Task):
                     "model.tokenizer that has them"
                 )
             return []
+        prepared.warnings.extend(unwritten_parts(parts, prepared))
         names = trained.tokenizer.convert_ids_to_tokens
         prompted = parts["train"].columns[0][0].prompt
         found = ["chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
@@ -242,12 +244,31 @@ def template_of(trained: Trained) -> ChatTemplate:
 def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> Encoding:
     """The arrays of conversations."""
     found = SampleArrays(samples.places, limit)
+    unwritten: dict[str, list[int]] = {}
     for sample, conversation in enumerate(samples.columns[0]):
         try:
-            tokens, answer = template.encode(conversation)
+            text, spans = template.render(conversation)
         except BadConversation as error:
             found.skipped[sample] = str(error)
             continue
+        for kind in template.left_out(conversation, text):
+            unwritten.setdefault(kind, [0, sample])[0] += 1
+        tokens, answer = template.tokens(text, spans)
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
-    return found.encoding()
+    arrays, encoded, meta = found.encoding()
+    return arrays, encoded, {**meta, "unwritten": unwritten}
+
+
+def unwritten_parts(parts: Mapping[str, Samples], prepared: Prepared) -> list[str]:
+    """A line for each kind of parts of conversations that the chat template leaves out."""
+    total = sum(map(len, parts.values()))
+    counts: dict[str, list[Any]] = {}
+    for part, store in prepared.parts.items():
+        for kind, (count, first) in store.meta["unwritten"].items():
+            counts.setdefault(kind, [0, parts[part].places.at(first)])[0] += count
+    return [
+        f"the chat template does not write the {kind} of {count:,} of {total:,} conversations, the first one at {place}: the "
+        f"model does not see them. {advice(kind)}"
+        for kind, (count, place) in counts.items()
+    ]

@@ -42,6 +42,8 @@ class Lengths:
     """Rows of the largest part that is evaluated, 0 without one; None if the data was not read."""
     new_tokens: int = 0
     """Tokens that the chat template adds to the vocabulary."""
+    warnings: tuple[str, ...] = ()
+    """Which data a run would not use, as it says itself."""
 
     @property
     def head(self) -> Head:
@@ -71,7 +73,8 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     labels = len(prepared.label_names or ()) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
-    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated, new_tokens=len(prepared.chat_tokens.new))
+    new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
+    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated, new_tokens=new, warnings=warnings)
 
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:

@@ -1,0 +1,77 @@
+"""Find what a chat template leaves out of a conversation: messages of a role, tools, thoughts, content beside a tool call.
+
+The model never sees such parts, and the loss still looks healthy. Each part gets a mark, and the conversation is rendered once
+more: a part whose mark does not appear is left out. Conversations of questions and answers alone are not rendered again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hwopt.data.sources.chat import BadConversation, Message
+
+QUESTIONS = "user messages"
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message with the thoughts before its content, in the order in which transformers takes them."""
+THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
+BESIDE_CALLS = "content beside tool calls"
+
+
+def left_out(
+    render: Callable[[list[Message], Mapping[str, Any]], str],
+    messages: list[Message],
+    answers: Sequence[int],
+    words: Mapping[str, Any],
+    text: str,
+) -> list[str]:
+    """The kinds of parts that `text` lacks: `messages` and `words` as `render` writes them.
+
+    `answers`: indices of the messages whose thoughts and content beside calls count.
+    """
+    if all(kind == QUESTIONS and part in text for kind, *_, part in parts(messages, words, answers)):
+        return []
+    messages, words = copy.deepcopy((messages, dict(words)))
+    marks: dict[str, str] = {}
+    for number, (kind, holder, key, part) in enumerate(list(parts(messages, words, answers))):
+        marks[mark := f"qzx{number}qzx"] = kind
+        holder[key] = holder[key].replace(part, part + mark, 1)
+    try:
+        marked = render(messages, words)
+    except BadConversation:  # the template checks the part
+        return []
+    return list(dict.fromkeys(kind for mark, kind in marks.items() if mark not in marked))
+
+
+def parts(
+    messages: list[Message], words: Mapping[str, Any], answers: Sequence[int]
+) -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """(kind, object that holds the part, its key, the text of the part) of each part that a template may leave out."""
+    for tool in words.get("tools") or ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield "tools", function, "name", name
+    for number, message in enumerate(messages):
+        content = message["content"].strip()
+        if message["role"] != "assistant":
+            if content:
+                yield f"{message['role']} messages", message, "content", content
+            continue
+        if number not in answers:
+            continue
+        for key in THOUGHT_KEYS:
+            if isinstance(thought := message.get(key), str) and thought.strip():
+                yield key, message, key, thought.strip()
+        thoughts, closed, _ = content.rpartition("</think>")
+        if thoughts := thoughts.rpartition("<think>")[2].strip():
+            yield THOUGHTS_IN_CONTENT, message, "content", thoughts
+        elif content and not closed and message.get("tool_calls"):
+            yield BESIDE_CALLS, message, "content", content
+
+
+def advice(kind: str) -> str:
+    """What to do about a kind of parts that a template leaves out."""
+    if kind == "developer messages":
+        return "Give them the role system, or give a template that writes them (data.chat_template)"
+    return "Remove them from the data, or give a template that writes them (data.chat_template)"
