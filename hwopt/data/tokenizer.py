@@ -156,16 +156,20 @@ def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, p
     return Encoded(np.concatenate(ids), np.concatenate(kinds) if kinds else None, lengths, truncated, skipped)
 
 
-def tokens_of(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    """The tokens of each text. `special`: with the special tokens that the tokenizer adds at the start, but not at the end."""
-    found: list[list[int]] = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
-    return [ids[:-1] for ids in found] if special and adds_end(tokenizer) else found
+def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text, with the special tokens that the tokenizer adds at the start, but not at the end.
+
+    A text that begins with such a token itself, as one that a chat template wrote, gets no second one. TRL has two there.
+    """
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    found: list[list[int]] = tokenizer(texts, **options)["input_ids"]
+    begin, end = added(tokenizer, tokenizer.bos_token_id, 0), added(tokenizer, tokenizer.eos_token_id, -1)
+    last = -1 if end else None
+    return [ids[begin and ids[:2] == [tokenizer.bos_token_id] * 2 : last] for ids in found]
 
 
-def adds_end(tokenizer: Any) -> bool:
-    """Whether the tokenizer adds the end-of-text token behind a text. Only a text tells: the first token may be the same one."""
+def added(tokenizer: Any, token: int | None, at: int) -> bool:
+    """Whether the tokenizer adds `token` to a text, `at` its start (0) or its end (-1). Only a text tells which one it is."""
     with_special, without = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    end = [tokenizer.eos_token_id]
-    return bool(with_special[-1:] == end != without[-1:])
+    place = slice(at, at + 1 or None)
+    return bool(with_special[place] == [token] != without[place])

@@ -97,7 +97,7 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
     stream: list[NDArray[np.int32]] = []
     documents: list[int] = []  # indexes in `stream`
     for start in range(0, len(texts), CHUNK):
-        for ids in tokens_of(tokenizer, texts[start : start + CHUNK], special=True):
+        for ids in tokens_of(tokenizer, texts[start : start + CHUNK]):
             if stream and end is not None:
                 stream.append(np.array([end], np.int32))
             stream.append(np.asarray(ids, np.int32))
@@ -117,15 +117,11 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
 
 
 def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
-    """The arrays of texts, one sample per row, each with the end-of-text token.
-
-    A text that begins with the tokenizer's first token, as one that a chat template wrote, gets no second one.
-    """
+    """The arrays of texts, one sample per row, each with the end-of-text token."""
     found = SampleArrays(places, limit)
     for start in range(0, len(texts), CHUNK):
-        for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK], special=True), start):
-            begins_twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
-            tokens = ended(ids[1:] if begins_twice else ids, tokenizer.eos_token_id)
+        for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK]), start):
+            tokens = ended(ids, tokenizer.eos_token_id)
             found.add_shifted(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
     return found.encoding()
 
@@ -145,8 +141,8 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
     merged = 0
     for start in range(0, len(texts[0]), CHUNK):
         firsts, seconds = (column[start : start + CHUNK] for column in texts)
-        prompts = tokens_of(tokenizer, firsts, special=True)
-        wholes = tokens_of(tokenizer, [first + second for first, second in zip(firsts, seconds, strict=True)], special=True)
+        prompts = tokens_of(tokenizer, firsts)
+        wholes = tokens_of(tokenizer, [first + second for first, second in zip(firsts, seconds, strict=True)])
         for sample, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True), start):
             begin = common_length(prompt, whole)
             if begin == len(whole) or not seconds[sample - start]:

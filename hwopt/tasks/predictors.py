@@ -233,7 +233,7 @@ class TextGenerator(Seq2SeqGenerator):
         if not inputs:
             return []
         if not isinstance(inputs[0], Conversation):
-            return [self.checked({"input_ids": ids}) for ids in tokens_of(self.tokenizer, list(inputs), special=True)]
+            return [self.checked({"input_ids": ids}) for ids in tokens_of(self.tokenizer, list(inputs))]
         return [self._of_conversation(conversation) for conversation in inputs]
 
     def _of_conversation(self, conversation: Conversation) -> ModelInput | str:

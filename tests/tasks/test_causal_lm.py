@@ -16,11 +16,12 @@ from trl.data_utils import common_prefix_length
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
-from hwopt.data.tokenizer import LengthLimit
+from hwopt.data.tokenizer import LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
-from hwopt.tasks.next_token import blocks, encode_prompts, encode_texts, prompted
+from hwopt.tasks.next_token import blocks, encode_blocks, encode_prompts, encode_texts, prompted
+from hwopt.tasks.predictors import TextGenerator
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
@@ -156,17 +157,37 @@ def test_prompts_and_texts_are_tokenized_whole_as_in_trl(start: str) -> None:
     assert tokenizer.decode(encoded.ids) == tokenizer.decode(tokenizer("it is a house")["input_ids"])
 
 
-def test_text_that_begins_with_the_first_token_gets_no_second_one() -> None:
-    class Numbers:
-        bos_token_id, eos_token_id = 1, 2
+@pytest.mark.parametrize("start", ["<s>", "</s>"])
+@pytest.mark.parametrize("template", ["{0} $A", "{0} $A </s>", "$A"], ids=["start", "start and end", "nothing"])
+def test_text_that_begins_with_the_first_token_gets_no_second_one(start: str, template: str) -> None:
+    """In text rows, blocks, prompts with completions, and prompts to predict, whose tokens are those of training."""
+    tokenizer, places, limit = like_llama_2(start), Places("a", "row", range(2)), LengthLimit(None, None)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in {start, "</s>"}]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template.format(start), special_tokens=special)
+    plain = ["it is a house", "what is it?"]
+    written = [start + text for text in plain]
+    begun = plain if "{0}" in template else written
+    expected = [tokenizer.bos_token_id, *tokenizer(plain[0], add_special_tokens=False)["input_ids"]]
+    assert tokens_of(tokenizer, written)[0] == tokens_of(tokenizer, begun)[0] == expected
+    for make in (
+        lambda texts: encode_texts(texts, tokenizer, limit, places),
+        lambda texts: encode_blocks(texts, tokenizer, 8, "a"),
+        lambda texts: encode_prompts([texts, [" a house"] * 2], tokenizer, limit, places),
+    ):
+        (ours, ids, _), (theirs, once, _) = make(written), make(begun)
+        assert ids.ids.tolist() == once.ids.tolist()
+        assert ours["labels"].tolist() == theirs["labels"].tolist()
+    generator = object.__new__(TextGenerator)
+    generator.tokenizer, generator.max_positions = tokenizer, None
+    assert generator.encode(written)[0] == {"input_ids": expected}
+    trained = encode_prompts([written[:1], [" it is"]], tokenizer, limit, places)[1].ids
+    assert trained[: len(expected)].tolist() == expected
 
-        def __call__(self, texts: str | list[str], **_: Any) -> dict[str, Any]:
-            return {"input_ids": [1, 9] if isinstance(texts, str) else [[1, *map(int, text.split())] for text in texts]}
 
-    places = Places("a", "row", range(2))
-    arrays, encoded, _ = encode_texts(["1 7 8", "7 8 2"], Numbers(), LengthLimit(None, None), places)
-    assert encoded.ids.tolist() == [1, 7, 8] * 2
-    assert arrays["labels"].tolist() == [7, 8, 2] * 2
+def test_first_tokens_of_the_text_stay_if_the_tokenizer_adds_none() -> None:
+    tokenizer = like_llama_2("<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", special_tokens=[])
+    assert tokens_of(tokenizer, ["<s><s>it"])[0][:2] == [tokenizer.bos_token_id] * 2
 
 
 def test_preferences_are_refused_with_the_way_to_train_them(tmp_path: Path) -> None:
