@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hwopt.data.sources.chat import BadConversation, Message
-from hwopt.errors import DataError
 
 MARKER = re.compile(r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>")
 """What chat templates write around a turn: <|im_end|>, <|eot_id|>, <end_of_turn>."""
@@ -42,10 +41,9 @@ def check_answer(text: str, message: Message, number: int, whole: str) -> None:
         if part not in text:
             raise BadConversation(f"the chat template does not write the {what} of message {number}")
     if not is_closed(text, content):
-        raise DataError(
-            f"data.chat_template: the template writes nothing after the answer in message {number}, so the "
-            "model would not learn to stop. Give a template that ends each answer with a token, such as "
-            "{{ eos_token }}"
+        raise BadConversation(
+            "the chat template writes nothing after an answer, so the model would not learn to stop (give a template that ends "
+            f"each answer with a token, such as {{{{ eos_token }}}}, with data.chat_template): message {number}"
         )
 
 
@@ -62,18 +60,17 @@ def check_marked(texts: Sequence[str], answers: Sequence[Message]) -> None:
     if any(name not in trained for message in answers for name in names_of_calls(message)):
         raise BadConversation("the chat template does not write the tool calls of an answer")
     if not texts or not all(is_closed(text, content) for text in texts for content in contents):
-        raise DataError(
-            "data.chat_template: the {% generation %} markers leave out the end of an answer, so the "
-            "model would not learn to stop. Move {% endgeneration %} behind the token that ends the answer"
+        raise BadConversation(
+            "the {% generation %} markers of the chat template leave out the end of an answer, so the model would not learn to "
+            "stop. Move {% endgeneration %} behind the token that ends the answer (data.chat_template)"
         )
 
 
-def rewritten(number: int) -> DataError:
+def rewritten(number: int) -> BadConversation:
     """The error for a template that writes message `number` differently when others follow."""
-    return DataError(
-        "data.assistant_turns: the chat template rewrites earlier turns, so hwopt cannot find message "
-        f"{number} in the text. Set data.assistant_turns = 'last', or give a template with "
-        "{% generation %} markers around each answer and its end (data.chat_template)"
+    return BadConversation(
+        "the chat template rewrites earlier turns, so hwopt cannot find an answer in the text (data.assistant_turns = 'last' "
+        f"trains the last answer only; a template with {{% generation %}} markers marks all): message {number}"
     )
 
 

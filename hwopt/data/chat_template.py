@@ -143,8 +143,7 @@ class ChatTemplate:
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.
 
-        Raises BadConversation if the template refuses the conversation or leaves out a part, DataError if it trains no end of an
-        answer or rewrites earlier turns.
+        Raises BadConversation if the template refuses the conversation, lacks an answer or its end, or rewrites earlier turns.
         """
         return self.tokens(*self.render(conversation))
 
@@ -199,7 +198,7 @@ class ChatTemplate:
         return text, [(start, len(text))]
 
     def turn(self, text: str, messages: list[Message], words: Words, number: int) -> tuple[int, int]:
-        """The span in `text` of message `number`. Raises DataError if `text` writes it differently."""
+        """The span in `text` of message `number`. Raises BadConversation if `text` writes it differently."""
         start = common_length(text, self.marked(messages[:number], words)[0]) if number else 0
         alone = self.marked(messages[: number + 1], words)[0]
         if not text.startswith(alone):

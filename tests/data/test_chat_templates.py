@@ -17,7 +17,6 @@ from documentation import ROOT
 
 from hwopt.data.chat_template import GENERATION, ChatTemplate
 from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
-from hwopt.errors import DataError
 
 KINDS = ("plain", "tools", "thinking", "several calls", "empty answer")
 TOOLS = [
@@ -79,9 +78,8 @@ def encoded_by_hwopt(template: ChatTemplate, chat: Conversation) -> tuple[list[i
     """(tokens, whether each is trained), or why hwopt refuses the conversation."""
     try:
         return template.encode(chat)
-    except (BadConversation, DataError) as error:
-        reason = str(error).removeprefix("data.assistant_turns: ").removeprefix("data.chat_template: ")
-        return re.split(r" of (?:message|an answer)|, so |: ", reason)[0]
+    except BadConversation as error:
+        return re.split(r" of (?:message|an answer)|, so |: ", str(error))[0]
 
 
 def check_trained_text(found: tuple[list[int], list[bool]], chat: Conversation) -> None:

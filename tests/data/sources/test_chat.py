@@ -16,7 +16,7 @@ from hwopt.config.toml import Document
 from hwopt.data.chat_template import CHATML, ChatTemplate
 from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.prepared import IGNORED
+from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
 
 SPECIAL = (
@@ -59,10 +59,33 @@ def test_answers_of_all_turns_or_of_the_last_count(tokenizer: Any) -> None:
 
 def test_template_that_rewrites_earlier_turns_is_refused_for_all_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = REWRITES
-    with pytest.raises(DataError, match="rewrites earlier turns"):
+    with pytest.raises(BadConversation, match="rewrites earlier turns"):
         trained_text(tokenizer, MESSAGES)
     tokenizer.chat_template = REWRITES.replace("{{ message.content }}", "{{ message.content }}<|end|>")
     assert trained_text(tokenizer, MESSAGES, "last") == "4<|end|>"
+
+
+def test_few_conversations_that_the_template_rewrites_are_bad_rows_and_many_are_refused(tmp_path: Path) -> None:
+    template = tmp_path / "rewrites.jinja"
+    template.write_text(REWRITES.replace("{%- endif", "<|end|>{%- endif", 1))
+    short = {"messages": MESSAGES[:2]}
+
+    def prepared(rewritten: int, **data: Any) -> Prepared:
+        rows = [{"messages": MESSAGES} if row % 10 == 4 and row < 10 * rewritten else short for row in range(60)]
+        return prepared_of(job_of(rows, tmp_path, chat_template=str(template), max_bad_rows=None, **data), tmp_path)
+
+    found = prepared(2)
+    assert len(found.train) == 58
+    assert [(row["line"], row["why"].rpartition(": ")[2]) for row in found.bad_rows[0]["left_out"]] == [
+        (5, "message 2"),
+        (15, "message 2"),
+    ]
+    (warning,) = [each for each in found.warnings if "skipped" in each]
+    assert "skipped 2 of 60 rows" in warning
+    assert "lines 5, 15 (the chat template rewrites earlier turns" in warning
+    for refused in ({"rewritten": 6}, {"rewritten": 1, "on_bad_row": "stop"}):
+        with pytest.raises(DataError, match=r"chat\.jsonl.*5.*rewrites earlier turns.*data\.assistant_turns = 'last'"):
+            prepared(**refused)
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -71,7 +94,7 @@ def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool
         "message['content'] + '<|im_end|>' }}{%- endgeneration %}", "message['content'] }}{%- endgeneration %}"
     )
     tokenizer.chat_template = endless if marked else without_markers(endless)
-    with pytest.raises(DataError, match=r"data\.chat_template: .* would not learn to stop"):
+    with pytest.raises(BadConversation, match=r"would not learn to stop.*data\.chat_template"):
         trained_text(tokenizer, MESSAGES)
 
 
