@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Columns = Mapping[str, Sequence[Any]]
 """Name of a new column -> a value for each row; None for a row without a value."""
 Originals = Mapping[str, Mapping[int, Any]]
-"""Column of mixed types, which a table stores as strings -> row of the table -> the value as it was read."""
+"""`Rows.non_strings`: column -> row of the table -> the value in the file, where the table holds another one."""
 
 
 class Writer:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
-from hwopt.data.sources.column_types import is_list
+from hwopt.data.sources.column_types import holds_text, is_list
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.data.tokenizer import CHUNK, LengthLimit
@@ -64,7 +64,7 @@ def list_column(rows: Rows, name: str, what: str, key: str) -> list[list[Any] | 
     except DataError as error:
         raise DataError(f"{error}. For a CoNLL file set data.format = 'conll'") from error
     original = rows.non_strings.get(name, {})
-    if not is_list(column.type) and not original:
+    if not is_list(column.type) and not (original and holds_text(column.type)):  # of mixed types
         raise DataError(
             f"{rows.source}: column {name!r} holds {column.type}; token-classification needs a list of {what} in each row, "
             "or a CoNLL file (.conll, .iob, .bio; for another extension set data.format = 'conll')"

@@ -142,9 +142,9 @@ def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
 
 
 def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
-    """The values of a column, also of one with mixed types, which the table stores as text."""
-    mixed = rows.non_strings.get(name, {})
-    return [mixed.get(row, value) for row, value in enumerate(column.to_pylist())]
+    """The values of a column: those in the file, or those of the table without the nulls that Arrow adds to objects."""
+    originals = rows.non_strings.get(name, {})
+    return [originals[row] if row in originals else without_nulls(value) for row, value in enumerate(column.to_pylist())]
 
 
 def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
@@ -172,7 +172,7 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
     untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
-    used = [as_function(without_nulls(tool)) for tool in tools] if tools else None
+    used = [as_function(tool) for tool in tools] if tools else None
     return Conversation(messages, used, tuple(untrained), switches=switches_of(cells))
 
 
@@ -182,7 +182,7 @@ def switches_of(cells: Mapping[str, Any]) -> dict[str, Any]:
     value = parsed(value, "'chat_template_kwargs'") if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise BadConversation(f"'chat_template_kwargs' is not an object: {truncate(value)}")
-    return {key: part for key, part in value.items() if part is not None}
+    return given(value)
 
 
 def prompted_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
@@ -207,7 +207,7 @@ def message_of(value: Any, number: int) -> Message:
     """The message in OpenAI's or ShareGPT's format. `number` counts from 1. Raises BadConversation."""
     if not isinstance(value, dict):
         raise BadConversation(f"message {number} is not an object: {truncate(value)}")
-    message = without_nulls(value)
+    message = given(value)
     if "from" in message and "role" not in message:
         speaker = str(message.pop("from"))
         value = message.pop("value", "")
@@ -246,12 +246,18 @@ def with_arguments(call: Any, number: int) -> Any:
     """A tool call whose arguments are an object: OpenAI's files have them as JSON text. Raises BadConversation."""
     if not isinstance(call, dict):
         raise BadConversation(f"message {number} has a tool call that is not an object: {truncate(call)}")
-    call = as_function(call)
+    call = as_function(given(call))
     inner = call.get("function", call)
+    inner = given(inner) if isinstance(inner, dict) else inner
     if isinstance(inner, dict) and isinstance(text := inner.get("arguments"), str):
         arguments = parsed(text, f"message {number}: arguments") if text.strip() else {}
         inner = {**inner, "arguments": arguments if isinstance(arguments, dict) else text}
     return {**call, "function": inner} if "function" in call else inner
+
+
+def given(value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value` without keys that are null themselves: OpenAI's files have null for what a message or a call lacks."""
+    return {key: part for key, part in value.items() if part is not None}
 
 
 def is_trained(mark: Any, what: str) -> bool:

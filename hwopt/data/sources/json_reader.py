@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.column_types import holds_objects
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
 from hwopt.errors import DataError
@@ -110,7 +111,7 @@ def not_an_object(row: Any) -> str:
 
 
 def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
-    """(table, for columns with mixed types: column -> row -> value that is not a string)."""
+    """(table, for columns with mixed types or objects: column -> row -> value that is not a string)."""
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -119,9 +120,12 @@ def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, 
         values = [row.get(name) for row in rows]
         try:
             arrays.append(pa.array(values))
+            exact = not holds_objects(arrays[-1].type)
         except (pa.ArrowException, OverflowError, UnicodeError):
             # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
             arrays.append(pa.array([v if v is None else json_text(v) for v in values], pa.string()))
+            exact = False
+        if not exact:
             non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
     return pa.table(dict(zip(names, arrays, strict=True))), non_strings
 

@@ -188,7 +188,7 @@ def class_labels(table: pa.Table) -> dict[str, Any]:
 
 
 def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, dict[int, Any]]:
-    """(column of all parts, row -> original of values that are not strings in a column of mixed types)."""
+    """(column of all parts, row -> value in the file, as in `Rows.non_strings`)."""
     import pyarrow as pa
 
     originals: dict[int, Any] = {}
@@ -203,4 +203,4 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
         return pa.concat_tables(tables, promote_options="permissive")[name], originals
     except pa.ArrowException:  # as within one JSON file, mixed types become JSON text, since the job may not need the column
         table, mixed = to_table([{name: value} for column in columns for value in column.to_pylist()])
-        return table[name], originals | mixed.get(name, {})
+        return table[name], mixed.get(name, {}) | originals

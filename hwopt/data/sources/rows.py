@@ -40,7 +40,10 @@ class Rows:
     places: Places
     bad_rows: BadRows
     non_strings: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    """For columns with mixed types, which the table stores as strings: column -> table row -> the original value."""
+    """Column of JSON -> table row -> the value in the file, where the table holds another one.
+
+    That is in columns with mixed types, stored as strings, and in those with objects, stored with the keys of all rows.
+    """
     documents: bool = False
     """Each row is a whole text file."""
     notes: tuple[str, ...] = ()

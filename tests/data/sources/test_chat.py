@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
 from task_rows import prepared_of, write_jsonl
@@ -14,7 +16,9 @@ from hwopt import api
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
 from hwopt.data.chat_template import CHATML, ChatTemplate
-from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
+from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of, read_conversations
+from hwopt.data.sources.reading import read_all
+from hwopt.data.sources.rows import ReadOptions
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
@@ -156,6 +160,41 @@ def test_tool_calls_of_all_formats_are_those_that_templates_expect(answer: dict[
     found = conversation_of(cells, ("messages",))
     assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert found.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+ARGUMENTS: list[dict[str, Any]] = [{"b": None, "a": 1}, {"a": 2.5, "c": {"d": None}}]
+
+
+def called(folder: Path, kind: str) -> list[Any]:
+    """The arguments of the calls that hwopt reads from a file, or from several, with ARGUMENTS."""
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": each}]}]}
+        for each in ARGUMENTS
+    ]
+    source: Any = folder / "chat.jsonl"
+    if kind == "several":
+        source = [write_jsonl(folder / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    elif kind == "array":
+        source.write_text(json.dumps(rows))
+    elif kind == "text":
+        write_jsonl(source, [{"messages": json.dumps(row["messages"])} for row in rows])
+    elif kind == "parquet":
+        source = folder / "chat.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source)
+    else:
+        write_jsonl(source, rows)
+    found = read_conversations(read_all(source if isinstance(source, list) else str(source), None, ReadOptions()), ["messages"])
+    return [chat.messages[1]["tool_calls"][0]["function"]["arguments"] for chat in found if chat is not None]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "several", "array", "text"])
+def test_arguments_are_those_of_the_file_with_its_nulls(kind: str, tmp_path: Path) -> None:
+    """Arrow gives each object all keys of the column, in one order, and makes the integer 1 the float 1.0."""
+    assert json.dumps(called(tmp_path, kind)) == json.dumps(ARGUMENTS)
+
+
+def test_parquet_has_no_nulls_in_arguments(tmp_path: Path) -> None:
+    assert called(tmp_path, "parquet") == [{"a": 1}, {"a": 2.5, "c": {}}]
 
 
 @pytest.mark.parametrize("value", ["add", '{"name": "add", "arguments": "{"}'])
