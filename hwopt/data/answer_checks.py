@@ -28,12 +28,17 @@ def is_closed(text: str, content: str) -> bool:
     return bool(written) and not (content and written.endswith(content))
 
 
+def spoken(message: Message) -> str:
+    """The content of a message without the thoughts before it, which templates may leave out or write in another form."""
+    return str(message["content"]).rpartition("</think>")[2].strip()
+
+
 def check_answer(text: str, message: Message, number: int, whole: str) -> None:
-    """Raise unless `text`, the part of `whole` found for message `number`, holds the whole answer.
+    """Raise BadConversation unless `text`, the part of `whole` found for message `number`, holds the whole answer.
 
     That is its content, the names of the functions that it calls, and an end of the turn.
     """
-    content = message["content"].strip()
+    content = spoken(message)
     calls = [(name, "tool calls") for name in names_of_calls(message)]
     for part, what in ((content, "content"), *calls):
         if part not in text and (part in whole or not calls):
@@ -41,29 +46,30 @@ def check_answer(text: str, message: Message, number: int, whole: str) -> None:
         if part not in text:
             raise BadConversation(f"the chat template does not write the {what} of message {number}")
     if not is_closed(text, content):
-        raise BadConversation(
-            "the chat template writes nothing after an answer, so the model would not learn to stop (give a template that ends "
-            f"each answer with a token, such as {{{{ eos_token }}}}, with data.chat_template): message {number}"
-        )
+        raise endless()
 
 
-def check_marked(texts: Sequence[str], answers: Sequence[Message]) -> None:
-    """Raise unless `texts`, the parts that a template marks, hold each answer, its calls and its end.
+def check_parts(texts: Sequence[str], answers: Sequence[Message]) -> None:
+    """Raise BadConversation unless `texts`, the trained parts of a conversation, hold each answer, its calls and its end.
 
     Templates may leave out thoughts, and the content beside a tool call.
     """
     trained = "".join(texts)
-    plain = [message["content"] for message in answers if not message.get("tool_calls")]
-    contents = [kept for content in plain if (kept := content.rpartition("</think>")[2].strip())]
+    contents = [content for message in answers if not message.get("tool_calls") and (content := spoken(message))]
     if any(content not in trained for content in contents):
         raise BadConversation("the chat template does not write the content of an answer")
     if any(name not in trained for message in answers for name in names_of_calls(message)):
         raise BadConversation("the chat template does not write the tool calls of an answer")
     if not texts or not all(is_closed(text, content) for text in texts for content in contents):
-        raise BadConversation(
-            "the {% generation %} markers of the chat template leave out the end of an answer, so the model would not learn to "
-            "stop. Move {% endgeneration %} behind the token that ends the answer (data.chat_template)"
-        )
+        raise endless()
+
+
+def endless() -> BadConversation:
+    """The error for a template that does not train the end of an answer."""
+    return BadConversation(
+        "the chat template writes no end of an answer, so the model would not learn to stop (data.chat_template). Give a "
+        "template that ends each answer with a token, such as {{ eos_token }}, inside its {% generation %} markers if it has any"
+    )
 
 
 def rewritten(number: int) -> BadConversation:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.answer_checks import check_answer, check_marked, is_closed, rewritten
+from hwopt.data.answer_checks import check_answer, check_parts, is_closed, rewritten, spoken
 from hwopt.data.sources.chat import BadConversation, Conversation, Message
 from hwopt.data.unwritten import left_out
 from hwopt.errors import InputError
@@ -38,6 +38,7 @@ CHATML = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The template `data.chat_template = "chatml"`, as OpenAI published the format; without tools."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 
 
 def set_template(tokenizer: Any, given: str | None) -> None:
@@ -73,8 +74,8 @@ def set_eos_token(tokenizer: Any, token: str) -> None:
     tokenizer.eos_token = token
 
 
-def common_length(one: str, other: str) -> int:
-    """The length of the longest common start of two texts."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the longest common start of two texts, or of two lists of tokens."""
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -131,9 +132,8 @@ class ChatTemplate:
 
     def end_token(self) -> int | None:
         """The token that ends an answer; None if an answer ends with ordinary text, or the template refuses a short question."""
-        messages: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
-            text = self.trained_text(messages, {})
+            text = self.trained_text(SHORT, {})
         except BadConversation:
             return None
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
@@ -145,20 +145,20 @@ class ChatTemplate:
 
         Raises BadConversation if the template refuses the conversation, lacks an answer or its end, or rewrites earlier turns.
         """
-        return self.tokens(*self.render(conversation))
+        if conversation.prompt and self.turns == "all":
+            return self.completed(conversation)
+        text, spans = self.render(conversation)
+        tokens, offsets = self.tokens(text)
+        return tokens, [any(start < last and first < end for first, last in spans) for start, end in offsets]
 
-    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """(tokens of `text`, whether each is in one of the `spans`)."""
+    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(tokens of a text that has its special tokens, the span of characters of each)."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded["offset_mapping"]
-        mask = [any(start < last and first < end for first, last in spans) for start, end in offsets]
-        return encoded["input_ids"], mask
+        return encoded["input_ids"], encoded["offset_mapping"]
 
     def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans of the assistant's turns in characters)."""
         words, (messages, answers) = conversation.template_words, self.trained_part(conversation)
-        if conversation.prompt and self.turns == "all":
-            return self.completed(messages, words, conversation.prompt, answers)
         if self.replaced is None and not self._has_markers:
             return self.grown(messages, words, answers)
         text, spans = self.marked(messages, words)
@@ -169,13 +169,14 @@ class ChatTemplate:
             for number in conversation.untrained:
                 spans = without(spans, self.turn(text, messages, words, number))
         trained = [text[start:end] for start, end in spans]
-        check_marked(trained, [messages[number] for number in answers])
+        check_parts(trained, [messages[number] for number in answers])
         return text, spans
 
-    def left_out(self, conversation: Conversation, text: str) -> list[str]:
-        """What `text`, the conversation by `render`, lacks of it, such as "tools"."""
-        render = self.text if conversation.prompt and self.turns == "all" else self.trained_text
-        return left_out(render, *self.trained_part(conversation), conversation.template_words, text)
+    def left_out(self, conversation: Conversation) -> list[str]:
+        """What the template does not write of the conversation, such as "tools"."""
+        completes = conversation.prompt and self.turns == "all"
+        words = {**conversation.template_words, **(self.completing if completes else {})}
+        return left_out(self.text if completes else self.trained_text, *self.trained_part(conversation), words)
 
     def trained_part(self, conversation: Conversation) -> tuple[list[Message], list[int]]:
         """(messages, indices of the answers to train): without what follows the last answer if only that is trained."""
@@ -187,15 +188,28 @@ class ChatTemplate:
         marked = self.replaced is not None or self._has_markers
         return self.marked(messages, words)[0] if marked else self.text(messages, words)
 
-    def completed(
-        self, messages: list[Message], words: Words, prompt: int, answers: Sequence[int]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """One span: all text from where it leaves the first `prompt` messages with their generation prompt, as in TRL."""
-        text, asked = self.text(messages, words), self.text(messages[:prompt], words, add_generation_prompt=True)
-        start = common_length(asked, text)
-        for number in answers:
-            check_answer(text[start:], messages[number], number + 1, text)
-        return text, [(start, len(text))]
+    def completed(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """As `encode`: all tokens from where they leave those of the prompt with its generation prompt, as in TRL."""
+        messages, words = conversation.messages, {**conversation.template_words, **self.completing}
+        text, asked = self.text(messages, words), self.text(messages[: conversation.prompt], words, add_generation_prompt=True)
+        tokens, offsets = self.tokens(text)
+        start = common_length(self.tokens(asked)[0], tokens)
+        check_parts(
+            [text[begin:] for begin, _ in offsets[start : start + 1]], [messages[number] for number in conversation.answers]
+        )
+        return tokens, [at >= start for at in range(len(tokens))]
+
+    @cached_property
+    def completing(self) -> Words:
+        """Chooses the template that writes completions: the tokenizer's own, as in TRL.
+
+        If that writes no end of an answer, as GLM's, it is TRL's training template, as in TRL with assistant_only_loss.
+        """
+        try:
+            ends = self.text(SHORT, {}).rpartition("answer")[2].strip()
+        except BadConversation:
+            return {}
+        return {} if ends or self.replaced is None else {"chat_template": self.replaced}
 
     def turn(self, text: str, messages: list[Message], words: Words, number: int) -> tuple[int, int]:
         """The span in `text` of message `number`. Raises BadConversation if `text` writes it differently."""
@@ -241,7 +255,7 @@ class ChatTemplate:
             after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], words)
             end = common_length(after, whole)
             if end < len(after):  # a template may end a conversation with a token of its own
-                end = self._turn_end(whole, before, end, messages[number]["content"].strip(), number)
+                end = self._turn_end(whole, before, end, spoken(messages[number]), number)
             check_answer(whole[before:end], messages[number], number + 1, whole)
             spans.append((before, end))
         return whole, spans
@@ -253,8 +267,7 @@ class ChatTemplate:
         """
         if not content:
             raise rewritten(number + 1)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        inside = [span for span in encoded["offset_mapping"] if span[0] < end < span[1]]
+        inside = [span for span in self.tokens(text)[1] if span[0] < end < span[1]]
         first, last = inside[0] if inside else (end, end)
         return first if is_closed(text[begin:first], content) else last
 

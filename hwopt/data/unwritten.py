@@ -1,7 +1,7 @@
 """Find what a chat template leaves out of a conversation: messages of a role, tools, thoughts, content beside a tool call.
 
 The model never sees such parts, and the loss still looks healthy. Each part gets a mark, and the conversation is rendered once
-more: a part whose mark does not appear is left out. Conversations of questions and answers alone are not rendered again.
+more: a part whose mark does not appear is left out. Questions and answers have none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from hwopt.data.sources.chat import BadConversation, Message
 
-QUESTIONS = "user messages"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with the thoughts before its content, in the order in which transformers takes them."""
 THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
@@ -24,13 +23,12 @@ def left_out(
     messages: list[Message],
     answers: Sequence[int],
     words: Mapping[str, Any],
-    text: str,
 ) -> list[str]:
-    """The kinds of parts that `text` lacks: `messages` and `words` as `render` writes them.
+    """The kinds of parts of `messages` and `words` that `render` does not write.
 
     `answers`: indices of the messages whose thoughts and content beside calls count.
     """
-    if all(kind == QUESTIONS and part in text for kind, *_, part in parts(messages, words, answers)):
+    if next(parts(messages, words, answers), None) is None:
         return []
     messages, words = copy.deepcopy((messages, dict(words)))
     marks: dict[str, str] = {}
@@ -55,7 +53,7 @@ def parts(
     for number, message in enumerate(messages):
         content = message["content"].strip()
         if message["role"] != "assistant":
-            if content:
+            if content and message["role"] != "user":
                 yield f"{message['role']} messages", message, "content", content
             continue
         if number not in answers:

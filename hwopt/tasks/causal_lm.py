@@ -247,13 +247,12 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
     unwritten: dict[str, list[int]] = {}
     for sample, conversation in enumerate(samples.columns[0]):
         try:
-            text, spans = template.render(conversation)
+            tokens, answer = template.encode(conversation)
         except BadConversation as error:
             found.skipped[sample] = str(error)
             continue
-        for kind in template.left_out(conversation, text):
+        for kind in template.left_out(conversation):
             unwritten.setdefault(kind, [0, sample])[0] += 1
-        tokens, answer = template.tokens(text, spans)
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
     arrays, encoded, meta = found.encoding()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
+from hwopt.data.chat_template import common_length
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.tasks.preparation import Encoding
@@ -124,12 +125,6 @@ def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: P
             tokens = ended(ids, tokenizer.eos_token_id)
             found.add_shifted(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
     return found.encoding()
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens at the beginning are equal."""
-    shorter = min(len(one), len(other))
-    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:

@@ -117,6 +117,53 @@ def outcomes(name: str) -> dict[str, dict[str, int]]:
     return found
 
 
+ASKED, THOUGHTFUL = {"role": "user", "content": "Question?"}, "<think>\nThought\n</think>\n\nAnswer."
+EARLIER = {"role": "assistant", "content": "<think>\nThought 1\n</think>\n\nAnswer 1."}
+CALLING = turn("tools", 1, 0)[1:]
+COMPLETIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "plain": ([{"role": "system", "content": "Be brief."}, ASKED], [{"role": "assistant", "content": "Answer."}]),
+    "thoughts in the content": ([ASKED], [{"role": "assistant", "content": THOUGHTFUL}]),
+    "thoughts": ([ASKED], [{"role": "assistant", "content": "Answer.", "reasoning_content": "Thought"}]),
+    "thoughts in the prompt": ([ASKED, EARLIER, ASKED], [{"role": "assistant", "content": THOUGHTFUL}]),
+    "several answers": ([ASKED], [EARLIER, ASKED, {"role": "assistant", "content": THOUGHTFUL}]),
+    "tool call": ([ASKED], CALLING[:1]),
+    "tool result": ([ASKED], CALLING),
+}
+
+
+def completed_by_trl(template: str, kind: str) -> tuple[list[int], list[bool]] | str:
+    """(tokens, whether each is trained) as in SFTTrainer of prompt and completion; or "refuses"."""
+    from trl.data_utils import common_prefix_length
+
+    (prompt, completion), tools = COMPLETIONS[kind], TOOLS if "tool" in kind else None
+    own, options = tokenizer(), {"tools": tools, "chat_template": template, "return_dict": True}
+    try:
+        asked = own.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
+        tokens = own.apply_chat_template(prompt + completion, **options)["input_ids"]
+    except Exception:
+        return "refuses"
+    begin = common_prefix_length(asked, tokens)
+    return tokens, [at >= begin for at in range(len(tokens))]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_completions_are_those_of_trl_or_lack_what_the_template_leaves_out(name: str) -> None:
+    own = tokenizer()
+    own.chat_template = TEMPLATES[name]
+    template, refused = ChatTemplate(own, "all"), set()
+    for kind, (prompt, completion) in COMPLETIONS.items():
+        cells = {"prompt": prompt, "completion": completion, "tools": TOOLS if "tool" in kind else None}
+        ours = encoded_by_hwopt(template, conversation_of(cells, ("prompt", "completion")))
+        used = template.replaced if name == "glm4moe" else TEMPLATES[name]  # GLM's own template writes no end of an answer
+        theirs = completed_by_trl(str(used), kind)
+        if isinstance(ours, str) and theirs != "refuses":
+            refused.add(ours)
+        elif not isinstance(ours, str):
+            assert ours == theirs, kind
+    assert refused <= {"the chat template does not write the tool calls", "the chat template does not write the content"}
+    assert "the chat template does not write the content" not in refused or name in ("idefics3", "smolvlm")
+
+
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"idefics3", "llava_next", "smolvlm"}))
 def test_only_the_last_answer_is_trained_if_asked(name: str) -> None:
     own = tokenizer()

@@ -98,7 +98,7 @@ def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool
         "message['content'] + '<|im_end|>' }}{%- endgeneration %}", "message['content'] }}{%- endgeneration %}"
     )
     tokenizer.chat_template = endless if marked else without_markers(endless)
-    with pytest.raises(BadConversation, match=r"would not learn to stop.*data\.chat_template"):
+    with pytest.raises(BadConversation, match=r"would not learn to stop \(data\.chat_template"):
         trained_text(tokenizer, MESSAGES)
 
 
