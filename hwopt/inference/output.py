@@ -78,7 +78,7 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
 
 
 class CsvWriter(Writer):
-    """Comma-separated UTF-8. Missing values are empty, nested ones are JSON."""
+    """Comma-separated UTF-8. Missing values are empty, nested ones and booleans are JSON."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         text = io.StringIO()
@@ -104,8 +104,8 @@ def values_of(column: pa.ChunkedArray) -> list[Any]:
 
 
 def csv_cell(value: Any) -> Any:
-    """`value` as the csv module writes it, nested values as JSON."""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
+    """`value` as the csv module writes it; nested values and booleans as JSON, which is how hwopt spells labels."""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list | bool) else value
 
 
 class JsonWriter(Writer):

@@ -13,7 +13,16 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
-from hwopt.tasks.labels import class_names, imbalance, label_order, label_weights, one_label_column, read_labels, similar_labels
+from hwopt.tasks.labels import (
+    class_names,
+    imbalance,
+    label_order,
+    label_text,
+    label_weights,
+    one_label_column,
+    read_labels,
+    similar_labels,
+)
 from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
 from hwopt.text import listing, nearest, truncate
 
@@ -107,6 +116,13 @@ class Classification(Classes):
             )
         return Named(names, tuple(notes))
 
+    def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
+        """A typed boolean has no spelling, so it is the label True of a model whose training data spells it so."""
+        spelled = {name.lower(): name for name in names}
+        if spelled.keys() == {"true", "false"}:
+            samples = replace(samples, labels=[spelled.get(label, label) for label in samples.labels])
+        return super().only_known(samples, names)
+
     def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
         """The class number of each sample, int64 (samples,)."""
         import numpy as np
@@ -142,7 +158,7 @@ def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Seq
     used = set(usable)
     known = {labels[row] for row in used}
     lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)
-    undecodable = Counter(str(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
+    undecodable = Counter(label_text(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
     # one damaged byte in a label makes a label that is not a class; the same damage in two rows is the encoding
     lost += Counter({label: n for label, n in undecodable.items() if label not in known and (n > 1 or "\ufffd" not in label)})
     if lost:

@@ -204,7 +204,7 @@ def label_name(item: Any, classes: Sequence[str] | None) -> str | None:
         return classes[item] if 0 <= item < len(classes) else None
     if isinstance(item, str):
         return item.strip()
-    return str(int(item)) if isinstance(item, int) else None
+    return label_text(item) if isinstance(item, int) else None
 
 
 def is_list_of_labels(table: pa.Table, name: str) -> bool:

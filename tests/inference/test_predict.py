@@ -56,14 +56,15 @@ def test_each_format_keeps_the_columns_and_adds_the_prediction(suffix: str, clas
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-def test_lists_in_csv_are_json_in_the_columns_of_the_input_and_in_new_ones(tmp_path: Path) -> None:
-    table = pyarrow.table({"tokens": [["a", "ß"], ["c"]]})
+def test_lists_and_booleans_in_csv_are_json_in_the_columns_of_the_input_and_in_new_ones(tmp_path: Path) -> None:
+    """So a typed boolean has the spelling of the predicted label."""
+    table = pyarrow.table({"tokens": [["a", "ß"], ["c"]], "label": [True, None]})
     with replacing(tmp_path / "out.csv", {"predicted_tags": list}) as writer:
         writer.write(table, {"predicted_tags": [["O", "B-X"], None]}, {})
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text(encoding="utf-8").splitlines()))
     assert rows == [
-        {"tokens": '["a", "ß"]', "predicted_tags": '["O", "B-X"]'},
-        {"tokens": '["c"]', "predicted_tags": ""},
+        {"tokens": '["a", "ß"]', "label": "true", "predicted_tags": '["O", "B-X"]'},
+        {"tokens": '["c"]', "label": "", "predicted_tags": ""},
     ]
 
 

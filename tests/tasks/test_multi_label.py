@@ -51,6 +51,10 @@ def test_labels_are_lists_or_delimited(values: list[Any], data: dict[str, Any], 
     assert prepared.train.counts.tolist() == [3] * 4
 
 
+def test_booleans_in_lists_are_spelled_as_in_columns(tmp_path: Path) -> None:
+    assert prepare(tmp_path, rows_with([[True], [False], [True, False], []])).label_names == ("false", "true")
+
+
 def test_one_column_of_0_and_1_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"every label in 'labels' is 0 or 1\. Name the columns of all labels in data\.label"):
         prepare(tmp_path, rows_with(["0", "1", "1", "0"]))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from task_rows import prepared_of, write_jsonl
@@ -74,6 +75,25 @@ def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
     assert prepared.tokenizer.decode(row["input_ids"]) == "[CLS] the cat sat [SEP]"
     assert prepared.eval.row(1)["row_labels"] == 0
     assert len(prepared.notes) == 1, "the rows of the evaluation data"
+
+
+@pytest.mark.parametrize("spelling", [str, str.lower, str.upper])
+def test_typed_booleans_are_the_labels_of_the_training_data_in_its_spelling(spelling: Any, tmp_path: Path) -> None:
+    values = [True, False, True, False]
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(f"row {value},{spelling(str(value))}\n" for value in values))
+    pyarrow.parquet.write_table(pa.table({"text": ["a", "b", "c"], "label": [True, False, None]}), tmp_path / "eval.parquet")
+    _, _, prepared = prepare(
+        tmp_path, str(tmp_path / "train.csv"), eval=str(tmp_path / "eval.parquet"), max_bad_rows=0.5, label="label"
+    )
+    assert prepared.label_names == (spelling("False"), spelling("True"))
+    assert prepared.eval is not None
+    assert prepared.eval.array("labels").tolist() == [1, 0]
+
+
+def test_text_in_another_spelling_is_another_label(tmp_path: Path) -> None:
+    rows = [{"text": f"row {value}", "label": value} for value in (True, False)] * 2
+    with pytest.raises(DataError, match="has a label that is not in the training data: 'True'"):
+        prepare(tmp_path, rows, eval=[{"text": "a", "label": "True"}], on_bad_row="stop")
 
 
 def test_pairs_have_token_types(tmp_path: Path) -> None:
