@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hwopt.data.answer_checks import check_answer, check_parts, is_closed, rewritten, spoken
 from hwopt.data.sources.chat import BadConversation, Conversation, Message
-from hwopt.data.unwritten import left_out
+from hwopt.data.unwritten import THOUGHT_KEYS, left_out
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line
@@ -96,6 +96,11 @@ def without(spans: Sequence[tuple[int, int]], cut: tuple[int, int]) -> list[tupl
     return [(start, end) for start, end in parts if end > start]
 
 
+def special_texts(tokenizer: Any) -> list[str]:
+    """The tokens that `tokenizer` leaves out of a text with skip_special_tokens=True."""
+    return [added.content for added in tokenizer.added_tokens_decoder.values() if added.special]
+
+
 def training_template(tokenizer: Any) -> str | None:
     """TRL's training template for the tokenizer's chat template; None if TRL does not know that.
 
@@ -139,6 +144,23 @@ class ChatTemplate:
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         behind = self.tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"]
         return next((token for token in behind if token in special), None)
+
+    @cached_property
+    def headers(self) -> list[str]:
+        """What is between the generation prompt, the thoughts and the content of an answer, the longest first.
+
+        Only what has a special token: gpt-oss has `<|channel|>final<|message|>`, of which a text without those keeps "final".
+        """
+        found: set[str] = set()
+        for thoughts in ({}, dict.fromkeys(THOUGHT_KEYS, "thoughts")):
+            try:
+                asked = self.text(SHORT[:1], {}, add_generation_prompt=True)
+                text = self.trained_text([SHORT[0], SHORT[1] | thoughts], {})
+            except BadConversation:
+                continue
+            found.update(text[common_length(asked, text) :].rpartition("answer")[0].split("thoughts"))
+        special = special_texts(self.tokenizer)
+        return sorted((header for header in found if any(token in header for token in special)), key=len, reverse=True)
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hwopt.data.chat_template import ChatTemplate, set_template
+from hwopt.data.chat_template import ChatTemplate, set_template, special_texts
 from hwopt.data.sources.chat import BadConversation, Conversation
 from hwopt.data.stores.images import ImageTransform, channels_of
 from hwopt.data.tokenizer import tokens_of
@@ -212,7 +213,11 @@ class Seq2SeqGenerator(TextPredictor):
         if self.max_positions is not None:
             config.max_new_tokens = min(self.max_new_tokens, self.max_positions - taken)
         tokens = self.model.generate(**inputs, generation_config=config)[:, first:]
-        return [(text,) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        return [(self.decoded(row),) for row in tokens.tolist()]
+
+    def decoded(self, tokens: list[int]) -> str:
+        """The text of generated tokens, without special ones."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class TextGenerator(Seq2SeqGenerator):
@@ -224,9 +229,19 @@ class TextGenerator(Seq2SeqGenerator):
         if not trained.tokenizer.chat_template and trained.job.data.chat_template is not None:
             set_template(trained.tokenizer, trained.job.data.chat_template)
         super().__init__(trained, model, generation)
+        self.headers: list[str] = []
         if trained.tokenizer.chat_template:  # an adapter's folder has no generation_config.json
-            end = ChatTemplate(trained.tokenizer, "last").end_token()
+            template = ChatTemplate(trained.tokenizer, "last")
+            self.headers, end = template.headers, template.end_token()
             self.config.eos_token_id = sorted({*(self.config.eos_token_id or ()), *([] if end is None else [end])}) or None
+
+    def decoded(self, tokens: list[int]) -> str:
+        """Also without the headers of the chat template: a blank line is between thoughts and answer then."""
+        if not self.headers:
+            return super().decoded(tokens)
+        parts = re.split("|".join(map(re.escape, self.headers)), str(self.tokenizer.decode(tokens)))
+        special = "|".join(map(re.escape, special_texts(self.tokenizer)))
+        return "\n\n".join(filter(None, (re.sub(special, "", part) for part in parts)))
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
         """The tokens of each prompt or conversation, as in training. They are not truncated."""

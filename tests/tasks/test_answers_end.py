@@ -19,6 +19,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.chat_template import ChatTemplate
 from hwopt.data.sources.chat import conversation_of
+from hwopt.tasks.predictors import TextGenerator
 from hwopt.testing import plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]
@@ -95,7 +96,32 @@ def test_answer_stops_at_its_end(name: str, eos: str | None, tmp_path: Path) -> 
     text = tokenizer.decode(answer, skip_special_tokens=True)
     assert pipeline("text-generation", model=str(final))(QUESTION, **options)[0]["generated_text"][-1]["content"] == text
     api.predict(tmp_path / "run", str(question), tmp_path / "out.jsonl", generation={"max_new_tokens": len(answer) + MORE})
-    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == text
+    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"].strip() == "it is"
+
+
+def test_headers_of_gpt_oss_are_not_in_the_predicted_text() -> None:
+    """`decoded` is what a prediction has of the generated tokens."""
+    tokenizer = byte_tokenizer(TEMPLATES["gptoss"])
+    tokenizer.chat_template = TEMPLATES["gptoss"]
+    generator = object.__new__(TextGenerator)
+    generator.tokenizer, generator.headers = tokenizer, ChatTemplate(tokenizer, "last").headers
+    thoughts = "<|channel|>analysis<|message|>The final analysis.<|end|><|start|>assistant"
+    for written, text in {
+        "<|channel|>final<|message|>It is final.<|return|>": "It is final.",
+        f"{thoughts}<|channel|>final<|message|>It is.<|return|>": "The final analysis.\n\nIt is.",
+        "<|channel|>analysis<|message|>The final": "The final",
+        "final": "final",
+        " to=functions.add<|channel|>commentary json<|message|>{}<|call|>": " to=functions.addcommentary json{}",
+    }.items():
+        assert generator.decoded(tokenizer(written, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_marks_that_are_no_special_tokens_stay_in_the_text() -> None:
+    """Qwen's <think> is an ordinary added token."""
+    tokenizer = byte_tokenizer("<|im_start|>")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATES["qwen3"]
+    assert ChatTemplate(tokenizer, "last").headers == []
 
 
 def test_documented_ends_are_these() -> None:
