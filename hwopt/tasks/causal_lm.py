@@ -264,7 +264,7 @@ def unwritten_parts(parts: Mapping[str, Samples], prepared: Prepared) -> list[st
     total = sum(map(len, parts.values()))
     counts: dict[str, list[Any]] = {}
     for part, store in prepared.parts.items():
-        for kind, (count, first) in store.meta["unwritten"].items():
+        for kind, (count, first) in store.meta.get("unwritten", {}).items():
             counts.setdefault(kind, [0, parts[part].places.at(first)])[0] += count
     return [
         f"the chat template does not write the {kind} of {count:,} of {total:,} conversations, the first one at {place}: the "
