@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chat_templates import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from task_rows import prepared_of, write_jsonl
@@ -90,24 +91,30 @@ def fresh_accelerator() -> Iterator[None]:
 
 
 ASKED, ANSWERED = [{"role": "user", "content": "Two and two?"}], [{"role": "assistant", "content": "4"}]
+THOUGHT = [{"role": "assistant", "content": "<think>\nIt is\n</think>\n\n4"}]
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "template"),
     [
-        [{"text": "one cat"}, {"text": "a text that is longer than the others, and is cut"}, {"text": "dogs<|endoftext|>"}],
-        [{"prompt": "ask? ", "completion": "four"}, {"prompt": "a b", "completion": " that is long, and is cut"}],
-        [{"prompt": ASKED, "completion": ANSWERED}, {"prompt": [*ASKED, *ANSWERED, *ASKED], "completion": ANSWERED}],
+        (
+            [{"text": "one cat"}, {"text": "a text that is longer than the others, and is cut"}, {"text": "dogs<|endoftext|>"}],
+            None,
+        ),
+        ([{"prompt": "ask? ", "completion": "four"}, {"prompt": "a b", "completion": " that is long, and is cut"}], None),
+        ([{"prompt": ASKED, "completion": ANSWERED}, {"prompt": [*ASKED, *ANSWERED, *ASKED], "completion": ANSWERED}], "chatml"),
+        ([{"prompt": ASKED, "completion": THOUGHT}, {"prompt": [*ASKED, *THOUGHT, *ASKED], "completion": THOUGHT}], "qwen3"),
+        ([{"prompt": ASKED, "completion": THOUGHT}, {"prompt": [*ASKED, *THOUGHT, *ASKED], "completion": THOUGHT}], "deepseekv3"),
     ],
-    ids=["text", "prompt", "messages"],
+    ids=["text", "prompt", "messages", "qwen3", "deepseek"],
 )
-def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]], template: str | None) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    chat = {"chat_template": "chatml"} if isinstance(rows[0].get("prompt"), list) else {}
+    chat = {} if template is None else {"chat_template": template if template == "chatml" else str(FOLDER / f"{template}.jinja")}
     most = 128 if chat else 24
     config = {**GPT2, "n_positions": 128}
     _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, config, 128, max_length=most, **chat)
