@@ -68,6 +68,8 @@ class Refused:
     world_size: int = 2
     on_card: bool = False
     """Whether a CPU would skip or replace what the tables ask for."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Packages that the machine seems to have: name -> version."""
 
 
 @dataclass(frozen=True)

@@ -91,14 +91,20 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
 
 def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> tuple[PluginDecision, ...]:
     """Each plugin's decision, in the order of the plan. `choices`: plugin -> index of the options if several are offered."""
-    found = []
-    for plugin_class, options, place in given_options(profile, registry):
+    found: list[PluginDecision] = []
+    for plugin_class, options, place in sorted(given_options(profile, registry), key=lambda given: given[0].stage):
         distribution = registry.distribution(plugin_class.name)
         with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
             plugin = plugin_class(options)
         requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
-        found.append(probe_plugin(requested, profile, context, choices.get(plugin_class.name, 0)))
+        known = replace(context, applied=applied(entry for entry in found if entry.plugin.stage < plugin.stage))
+        found.append(probe_plugin(requested, profile, known, choices.get(plugin_class.name, 0)))
     return in_order(found)
+
+
+def applied(entries: Iterable[PluginDecision]) -> frozenset[str]:
+    """The names of the plugins that apply."""
+    return frozenset(entry.name for entry in entries if entry.decision != "skip")
 
 
 def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.decisions import PluginDecision, applied
 from hwopt.plugin import Context, MemorySpec, Plugin
 from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.guard import plugin_guard
@@ -72,8 +72,8 @@ class Plan:
     @property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
-        chosen = self.profile.chosen
-        return Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card, chosen=chosen)
+        context = Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card)
+        return replace(context, chosen=self.profile.chosen, applied=applied(self.entries))
 
     @property
     def card(self) -> Card | None:

@@ -15,7 +15,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import decide, oom_plugins
+from hwopt.planning.decisions import applied, decide, oom_plugins
 from hwopt.planning.parts import without, write
 from hwopt.planning.plan import Plan
 from hwopt.planning.precedence import provenance_of, refuse_long_samples, under_job, with_recipe
@@ -56,8 +56,10 @@ def resolve(
     card = profile.card_of(hardware)
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
-    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen, tokens_per_sample)
+    context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
+    context = replace(context, tokens_per_sample=tokens_per_sample)
     decisions = decide(profile, registry, context, choices or {})
+    context = replace(context, applied=applied(decisions))
     helping = tuple(oom_plugins(profile, registry, context))
     written = write(decisions, context)
     recipe = written.recipe

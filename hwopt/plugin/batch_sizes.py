@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-KEYS = ("train", "eval", "eval_tokens", "gradient_accumulation_steps", "effective", "widths", "pad_to_multiple_of", "row_multiple")
+KEYS = (
+    "train",
+    "eval",
+    "eval_tokens",
+    "gradient_accumulation_steps",
+    "effective",
+    "widths",
+    "pad_to_multiple_of",
+    "row_multiple",
+)
 TRAIN_ROWS = 8
 """Rows of a micro-batch without a plugin."""
 ROUNDING = 0.1

@@ -95,6 +95,8 @@ class Context:
     """Field or key of the recipe that the training loop cannot take -> why. hwopt's own loop takes all."""
     chosen: frozenset[str] = frozenset()
     """The plugins that the user named: in a profile of their own, in the job or with `--set`."""
+    applied: frozenset[str] = frozenset()
+    """The plugins that apply; in `probe`, those of earlier stages."""
     tokens_per_sample: Callable[[], float | None] = field(default=lambda: None, compare=False)
     """Reads the training data and returns the mean tokens of a sample; None if the data are not here."""
 

@@ -22,14 +22,15 @@ HOST_SECONDS = 25e-6
 """Host time for a launch on a slow core, with all of Python and autograd. Fast cores take 8 to 15 us."""
 KERNEL_SECONDS = 3e-6
 """Device time of a small kernel in a CUDA graph and of the gap after it: an H100 takes 5 ms for BERT-base with 1,024 tokens."""
-PASSES = 3
-"""Arithmetic of a forward and backward pass relative to the forward pass."""
+PASSES, FROZEN_PASSES = 3, 2
+"""Arithmetic of a forward and backward pass relative to the forward pass; if frozen weights have no gradients."""
 VALUE_BYTES = 4
 """Bytes that a forward and backward pass moves for each value of the forward pass: two bytes, in both. Decoders move about 10."""
-WEIGHT_BYTES = 32
-"""Bytes that a micro-batch moves for each parameter: casts, two reads of the weights, and gradients that accumulate in fp32."""
-REACHED = 0.8
-"""Fraction of peak and bandwidth that large kernels reach at most."""
+WEIGHT_BYTES, FROZEN_BYTES = 32, 8
+"""Bytes that a micro-batch moves for each parameter: casts, two reads of the weights, and gradients that accumulate in fp32;
+for a frozen one two reads, in two bytes or unpacked from four bits."""
+REACHED, ORDINARY = 0.8, 0.4
+"""Fraction of peak and bandwidth that large kernels reach at most, and that the kernels of BERT-base reached on an H200."""
 OPERATIONS_PER_LAYER, VALUES_PER_LAYER = 80, 40
 """For a model that does not run on the meta device: operations, and values per token and element of the hidden size."""
 
@@ -78,7 +79,7 @@ class Price:
     @property
     def graph_tokens(self) -> int:
         """`overhead_tokens` of a micro-batch in a CUDA graph, where small kernels are not hidden by the host's time."""
-        return ceil((self.device_seconds + self.launches * KERNEL_SECONDS) / self.token_seconds)
+        return ceil((self.device_seconds + self.launches * KERNEL_SECONDS) / (self.token_seconds * REACHED / ORDINARY))
 
     @property
     def overhead_tokens(self) -> int:
@@ -91,11 +92,11 @@ def price_of(context: Context) -> Price:
     operations, flops, values = forward_cost(context.model)
     tflops, bandwidth, basis = peaks(context)
     moved = bandwidth * 1e9 * REACHED  # bytes a second
-    launches = LAUNCHES * operations
+    launches, frozen = LAUNCHES * operations, "adapter" in context.applied
     return Price(
         host_seconds=launches * HOST_SECONDS,
-        device_seconds=WEIGHT_BYTES * context.model.parameters / moved,
-        token_seconds=PASSES * flops / (tflops * 1e12 * REACHED) + VALUE_BYTES * values / moved,
+        device_seconds=(FROZEN_BYTES if frozen else WEIGHT_BYTES) * context.model.parameters / moved,
+        token_seconds=(FROZEN_PASSES if frozen else PASSES) * flops / (tflops * 1e12 * REACHED) + VALUE_BYTES * values / moved,
         launches=launches,
         basis=basis,
     )

@@ -16,12 +16,14 @@ device cannot be captured and runs eagerly, with a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hwopt import plugin as hw
+from hwopt.errors import HwoptError
 from hwopt.plugin.price import price_of
 
 STEPS = ((128, 16), (256, 32), (512, 64), (1024, 128))
@@ -65,6 +67,11 @@ class CudaGraphs(hw.Plugin):
                 plugin="checkpointing",
                 why="offload copies activations to the host and waits for them, which a graph cannot; set offload = false",
                 when=lambda graphs, checkpointing: checkpointing.offload,
+            ),
+            hw.Conflict(
+                plugin="fused_loss",
+                why='Liger\'s kernel reads the number of labels on the host, which a graph cannot; set backend = "torch"',
+                when=lambda graphs, fused: fused.backend == "liger",
             ),
             hw.Conflict(
                 plugin="compile",
@@ -133,7 +140,9 @@ class CudaGraphs(hw.Plugin):
     def host_bound(self, rows: int, context: hw.Context) -> bool:
         """Whether a micro-batch of so many mean rows of the data has a graph: then those by length get few shapes."""
         assert self.options.tokens != "auto", "probe() replaces it"
-        mean = context.tokens_per_sample()
+        mean = None
+        with suppress(HwoptError):  # data that cannot be read are an error of those who need them
+            mean = context.tokens_per_sample()
         return not self.options.tokens or (mean is not None and rows * mean <= self.options.tokens)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hwopt.distributed.forward_backward import ForwardBackward
+from hwopt.errors import PluginError
 from hwopt.plugin import RunView
 
 Key = tuple[Any, ...]
@@ -139,7 +140,10 @@ class GraphedForwardBackward(ForwardBackward):
             gradients = [without_ownership(weight.grad) for weight in self.trained] if self.alone else []
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, PluginError) as raised:
+            error = raised.__cause__ if isinstance(raised, PluginError) else raised  # of a plugin's loss
+            if not isinstance(error, RuntimeError):
+                raise
             self.failed[key] += 1
             if self.failed[key] > 1:
                 self.refuse(key, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from event_calls import calling
@@ -11,7 +12,7 @@ from plugin_cases import Refused, all_cases
 
 from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
-from hwopt.hardware.detect import detect_host
+from hwopt.hardware.detect import detect_host, detect_software
 from hwopt.hardware.device import described
 from hwopt.plugin import Conflict, Context, Decision, Plugin, Recipe, Relations, Stage, Traits
 from hwopt.plugin.registry import Registry
@@ -31,7 +32,9 @@ def refusal(case: Refused, folder: Path) -> tuple[str, Path]:
     profile.write_text(f'name = "mine"\n{case.tables}\n')
     hardware = described("a card", (8, 6), 24.0, detect_host()) if case.on_card else None
     job = tiny_job(folder, "causal-lm")
-    with pytest.raises(PluginError, match="cannot be used together") as caught:
+    software = {**detect_software(), **case.software}
+    installed = mock.patch("hwopt.testing.tiny_run.detect_software", return_value=software)
+    with installed, pytest.raises(PluginError, match="cannot be used together") as caught:
         plan_for(load_profile(str(profile), {}), job, hardware=hardware, world_size=case.world_size)
     return str(caught.value), profile
 

@@ -15,9 +15,9 @@ from hwopt import api
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import fitted
-from hwopt.plugin.price import Price
+from hwopt.plugin.price import Price, price_of
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
-from hwopt_plugins.cuda_graphs import few_widths
+from hwopt_plugins.cuda_graphs import few_rows, few_widths
 
 CARD = described("a card", (8, 6), 24.0)
 
@@ -81,6 +81,37 @@ def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them
     assert (found.recipe.forward_backward is None, found.batch.widths == ()) == (not kept, not kept)
 
 
+@pytest.mark.parametrize(("tokens", "few"), [(64, False), (1 << 20, True)])
+def test_steps_that_the_host_bounds_get_few_shapes(tokens: int, few: bool, tmp_path: Path) -> None:
+    """Where a graph is used for a micro-batch of mean rows, those by length have a multiple of some rows and other prices."""
+    tables = {"cuda_graphs": {"tokens": tokens, "widths": [8, 16]}, "batch": {"train": 32}, "length_batching": {}}
+    context = {"tokens_per_sample": lambda: 10.0}
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=CARD, **context)
+    if not few:
+        assert entry_of("cuda_graphs", plan).decision == "skip"
+        tables["batch"] = {"train": 4}
+        plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=CARD, tokens_per_sample=lambda: 40.0)
+    assert plan.recipe.batch.get("row_multiple") == (4 if few else None)
+    cut = plan.recipe.cut
+    assert cut is not None
+    assert (cut.keywords["multiple"], cut.keywords["host_tokens"] > 0) == ((4, False) if few else (1, True))
+
+
+@pytest.mark.parametrize(("rows", "multiple"), [(1, 1), (8, 1), (15, 1), (16, 2), (32, 4), (64, 8), (100, 8), (128, 16)])
+def test_rows_are_a_multiple_of_about_an_eighth_of_the_most(rows: int, multiple: int) -> None:
+    assert few_rows(rows) == multiple
+
+
+def test_adapters_make_a_token_and_a_micro_batch_cheaper(tmp_path: Path) -> None:
+    """Frozen weights have no gradients."""
+    job = tiny_job(tmp_path, "causal-lm")
+    whole = plan_for(tiny_profile(), job, hardware=CARD)
+    adapted = plan_for(tiny_profile(adapter={"always": True}), job, hardware=CARD)
+    price, cheaper = price_of(whole.context), price_of(adapted.context)
+    assert cheaper.device_seconds == price.device_seconds / 4
+    assert cheaper.token_seconds < price.token_seconds
+
+
 def refused_captures(patch: pytest.MonkeyPatch) -> None:
     """The driver refuses to capture anything."""
     import torch
@@ -114,6 +145,12 @@ CASES = Cases(
         Refused("fsdp", "[plugins.cuda_graphs]\n[plugins.fsdp]", on_card=True),
         Refused("optimizer_in_backward", '[plugins.cuda_graphs]\n[plugins.optimizer_in_backward]\nclipping = "off"', 1, True),
         Refused("checkpointing", "[plugins.cuda_graphs]\n[plugins.checkpointing]\noffload = true", on_card=True),
+        Refused(
+            "fused_loss",
+            "[plugins.cuda_graphs]\n[plugins.fused_loss]\nleast_share = 0.0",
+            on_card=True,
+            software={"liger-kernel": "0.8.5", "triton": "3.6.0"},
+        ),
         Refused("compile", "[plugins.cuda_graphs]\n[plugins.compile]", on_card=True),
         Refused("batch", "[plugins.cuda_graphs]\n[plugins.batch]\ntrain = 900000", on_card=True),
     ),

@@ -84,6 +84,18 @@ def test_split_is_the_fastest_that_a_faster_host_allows(lengths, rows, overhead,
     assert step_time(lengths, found, overhead, host) == best
 
 
+@given(lengths=LENGTHS, rows=st.integers(1, 32), overhead=st.integers(0, 1024), multiple=st.sampled_from([1, 2, 4, 8]))
+def test_few_row_counts_cost_no_more_than_a_split_into_fixed_groups(lengths, rows, overhead, multiple):
+    """Multiples of some rows, except in the group of the shortest; `multiple` rows each is one of the splits."""
+    rows = max(rows, multiple)
+    groups = cut_by_length(lengths, rows, tokens=None, overhead_tokens=overhead, multiple=multiple)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(len(group) % multiple == 0 for group in groups[:-1])
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    fixed = [longest_first[at : at + multiple] for at in range(0, len(lengths), multiple)]
+    assert cost(lengths, groups, overhead) <= cost(lengths, fixed, overhead)
+
+
 def test_step_that_the_host_bounds_is_not_split():
     lengths = [200, *[20] * 15]
     assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256)) == 2

@@ -187,6 +187,27 @@ def test_frozen_weights_are_stored_in_half_precision_and_trained_ones_are_not(dt
         assert torch.equal(p, before[name] if name in in_fp32 else before[name].to(half).float()), name
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_compute_the_same_bits_without_the_casts_of_peft(kind):
+    """Autocast rounds the input of a product anyway, so a cast to fp32 before it changes nothing. DoRA keeps it for its norms."""
+    found = []
+    for casts in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+        model = cast_frozen("bf16", add_adapter(model, options=Adapter.Options(kind=kind), task="SEQ_CLS"))
+        layers = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
+        assert layers
+        assert {layer.cast_input_dtype_enabled for layer in layers} == {kind == "dora"}
+        for layer in layers:
+            layer.cast_input_dtype_enabled |= casts
+            torch.nn.init.normal_(layer.lora_B["default"].weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=torch.arange(32).view(2, 16)).logits
+        logits.float().square().sum().backward()
+        found.append([logits, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_run_with_an_adapter_stores_the_frozen_weights_in_half_precision(tmp_path, monkeypatch):
     tables = {"precision": {"dtype": "bf16"}, "adapter": {"always": True}}
     job = tiny_job(tmp_path, "causal-lm")
