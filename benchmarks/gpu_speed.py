@@ -392,6 +392,7 @@ GRAPHS = ("plugins.cuda_graphs.enabled=true", "plugins.cuda_graphs.tokens=0")  #
 COMPILE = ("plugins.compile.enabled=true",)
 PACK = ("plugins.pack.enabled=true", "plugins.length_batching.enabled=false")
 GROUPED = ("plugins.group_lengths.enabled=true",)
+FUSED = ("plugins.fused_loss.enabled=true", "plugins.fused_loss.backend=torch")
 HAND: dict[str, Variant] = {f"by hand, {n} part(s)": partial(by_hand, parts=n) for n in (1, 2, 4)}
 OWN: dict[str, Variant] = {"hwopt": hwopt_run}
 
@@ -430,13 +431,13 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     | LIGER
     | HAND
     | OWN
-    | with_sets(eager=EAGER, graphs=GRAPHS, compile=COMPILE, grouped=GROUPED, pack=PACK),
+    | with_sets(eager=EAGER, graphs=GRAPHS, fused=FUSED, fused_grouped=FUSED + GROUPED, pack=PACK, compile=COMPILE),
     "qlora": UNSLOTH
     | {"Trainer, tuned": TRAINERS["Trainer, tuned"]}
     | LIGER
     | HAND
     | OWN
-    | with_sets(graphs=GRAPHS, grouped=GROUPED, pack=PACK),
+    | with_sets(eager=EAGER, graphs=GRAPHS, grouped=GROUPED, pack=PACK),
 }
 
 

@@ -140,13 +140,12 @@ class GraphedForwardBackward(ForwardBackward):
             gradients = [without_ownership(weight.grad) for weight in self.trained] if self.alone else []
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, PluginError) as raised:
-            error = raised.__cause__ if isinstance(raised, PluginError) else raised  # of a plugin's loss
-            if not isinstance(error, RuntimeError):
+        except (RuntimeError, PluginError) as error:
+            if not isinstance(without_guard(error), RuntimeError):
                 raise
             self.failed[key] += 1
             if self.failed[key] > 1:
-                self.refuse(key, error)
+                self.refuse(key, without_guard(error))
             if not self.graphs:
                 self.sums = []
             return None
@@ -181,7 +180,7 @@ class GraphedForwardBackward(ForwardBackward):
         finally:
             error = None  # else it and this frame, in its traceback, would keep each other, and with them what was captured
 
-    def refuse(self, key: Key, error: RuntimeError) -> None:
+    def refuse(self, key: Key, error: BaseException) -> None:
         """Run this shape eagerly from now on. Warns the first time."""
         frames = traceback.extract_tb(error.__traceback__)
         where = [frame for frame in frames if not frame.filename.startswith(TORCH)][-1]
@@ -217,6 +216,11 @@ def leave_failed_capture(pool: Any, before: torch.cuda.Stream) -> None:
         torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
+
+
+def without_guard(error: BaseException) -> BaseException:
+    """What a plugin's function raised, if `error` is hwopt's error that names the plugin."""
+    return (error.__cause__ or error) if isinstance(error, PluginError) else error
 
 
 def with_gradient(weights: Sequence[Tensor]) -> list[Tensor]:

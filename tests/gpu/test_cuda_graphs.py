@@ -13,6 +13,7 @@ from event_calls import calling
 from plugin_cases import release_memory
 from pretend_cuda.counters import counting, on_pretend_card
 
+from hwopt.plugin.guard import Guarded
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.testing import TINY_BERT, TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
@@ -194,9 +195,12 @@ def test_evaluation_out_of_memory_frees_the_graphs(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.device("any")
-@pytest.mark.parametrize("line", ["next(model.parameters()).sum().item()", "torch.cuda.synchronize()"])
+@pytest.mark.parametrize("line", ["next(model.parameters()).sum().item()", "torch.cuda.synchronize()", "a loss"])
 def test_a_model_that_waits_runs_eagerly_with_one_warning(line: str, tmp_path: Path) -> None:
-    """The warning names the line that waited; the dropout, the memory and the stream of the run are as without a capture."""
+    """The warning names the line that waited; the dropout, the memory and the stream of the run are as without a capture.
+
+    The error of a loss of a plugin's, whose name hwopt adds, is such an error too.
+    """
     job = tiny_job(tmp_path / "data", samples=96, config=DROPOUT, max_steps=8)
     plan = plan_for(tiny_profile(**FUSED, **GRAPHS), job)
 
@@ -204,8 +208,10 @@ def test_a_model_that_waits_runs_eagerly_with_one_warning(line: str, tmp_path: P
         def look(*_: Any) -> None:
             if "item" in line:
                 next(model.parameters()).sum().item()
-            else:
+            elif "sync" in line:
                 torch.cuda.synchronize()
+            else:
+                Guarded(lambda: torch.cuda.synchronize(), "plugin 'mine'", "recipe.loss")()  # a loss
 
         model.register_forward_hook(look)
         return model
