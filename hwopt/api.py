@@ -96,7 +96,7 @@ def train(
     folder = target.folder(default)
     if rank == 0:
         if plan.hardware.device_type == "cuda":
-            plan = with_memory(plan, resolved, cache=cache, listener=plan_listener)
+            plan = with_memory(plan, resolved, sizes=False, cache=cache, listener=plan_listener)
         plan_listener.on_plan(plan)
     elif plan.hardware.device_type == "cuda":
         plan = on_other_rank(plan, cache)

@@ -159,6 +159,7 @@ def with_memory(
     replan: Replan,
     *,
     measure: bool = False,
+    sizes: bool = True,
     registry: Registry | None = None,
     cache: Path | None = None,
     listener: PlanListener | None = None,
@@ -166,8 +167,8 @@ def with_memory(
     """`plan` with its memory (`plan.memory`) and, if that does not fit, with changes that save memory.
 
     `replan` gives the plan with further assignments, as `resolve` does. Takes seconds; needs no GPU, weights or run.
-    `measure` runs a step on this device instead of predicting it. `listener` hears of the memory and of each change as they
-    are found.
+    `measure` runs a step on this device instead of predicting it. Without `sizes` a plan that fits does not tell the largest ones
+    that would, which takes as long as the rest. `listener` hears of the memory and of each change as they are found.
     """
     cache = cache or cache_folder()
     listener = listener or PlanListener()
@@ -180,6 +181,8 @@ def with_memory(
             memory = with_measurement(plan, memory, lengths.head)
     plan = replace(plan, memory=memory, refused=lengths.refused, data_warnings=lengths.warnings)
     listener.on_memory(plan)
+    if memory.fits and not sizes:
+        return plan
     listener.on_trial("finding the largest sizes that fit")
     memory = planner.with_largest_sizes(plan, memory, cache, lengths)
     listener.on_largest_sizes(memory)

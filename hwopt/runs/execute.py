@@ -217,7 +217,7 @@ class Execution(Listener):
 def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
     """The options that would save memory, with the planner's figures; "" if it cannot tell."""
     try:
-        memory = plan.memory or planner.with_largest_sizes(plan, planner.plan_memory(plan, cache), cache)
+        memory = planner.with_largest_sizes(plan, plan.memory or planner.plan_memory(plan, cache), cache)
         changes = Advisor(plan, memory, Registry(), replan, cache).with_changes().changes
     except HwoptError:
         return ""
