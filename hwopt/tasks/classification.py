@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
+from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
 from hwopt.tasks.labels import (
-    class_names,
     imbalance,
     label_order,
     label_text,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.column_types import holds_text, is_list
-from hwopt.data.sources.columns import is_scalar
+from hwopt.data.sources.column_types import class_names, holds_text, is_list
+from hwopt.data.sources.columns import is_scalar, type_of
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
@@ -74,17 +74,6 @@ def one_label_column(job: Job) -> str:
     if len(job.data.label) > 1:
         raise ValueError(f"data.label: {job.task.kind} takes one column, got {listing(job.data.label)}")
     return job.data.label[0]
-
-
-def class_names(table: pa.Table, name: str) -> list[str] | None:
-    """The class names of a column of ClassLabel of `datasets`, or of lists of it, by number; None for other columns."""
-    if b"huggingface" not in (table.schema.metadata or {}) or name not in table.column_names:
-        return None
-    import datasets
-
-    feature = datasets.Features.from_arrow_schema(table.schema).get(name)
-    feature = getattr(feature, "feature", feature)
-    return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
 def label_order(labels: list[str], classes: list[str] | None, config: PretrainedConfig) -> tuple[str, ...]:
@@ -211,7 +200,7 @@ def is_list_of_labels(table: pa.Table, name: str) -> bool:
     """Whether the column holds lists of strings or integers."""
     import pyarrow as pa
 
-    kind = table[name].type if table.column_names.count(name) == 1 else pa.null()
+    kind = type_of(table, name)
     return is_list(kind) and (holds_text(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 

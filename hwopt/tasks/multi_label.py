@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.columns import text_of
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import DELIMITERS, class_names, is_flag, is_list_of_labels, label_order, read_flags, read_sets
+from hwopt.tasks.labels import DELIMITERS, is_flag, is_list_of_labels, label_order, read_flags, read_sets
 from hwopt.tasks.predictors import LabelSetPredictor
 from hwopt.tasks.prepared import Named, Prepared, Samples
 from hwopt.tasks.recognition import Recognised

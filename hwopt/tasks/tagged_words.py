@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
-from hwopt.data.sources.column_types import holds_text, is_list
+from hwopt.data.sources.column_types import class_names, holds_text, is_list
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
 from hwopt.data.tokenizer import CHUNK, LengthLimit
 from hwopt.errors import DataError, InputError
-from hwopt.tasks.labels import class_names, is_list_of_labels, label_name
+from hwopt.tasks.labels import is_list_of_labels, label_name
 from hwopt.tasks.next_token import SampleArrays
 from hwopt.tasks.preparation import Encoding
 from hwopt.tasks.prepared import IGNORED

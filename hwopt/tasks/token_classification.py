@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
+from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import class_names, label_order, one_label_column
+from hwopt.tasks.labels import label_order, one_label_column
 from hwopt.tasks.next_token import token_loss
 from hwopt.tasks.predictors import TagPredictor
 from hwopt.tasks.preparation import token_store

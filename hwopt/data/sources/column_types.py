@@ -1,8 +1,12 @@
-"""What the type of a column of a table says: texts, or lists."""
+"""What the type of a column of a table says: texts, lists, or numbers of classes."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def holds_text(kind: Any) -> bool:
@@ -24,3 +28,11 @@ def holds_objects(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind)) or (is_list(kind) and holds_objects(kind.value_type))
+
+
+def class_names(table: pa.Table, name: str) -> list[str] | None:
+    """The class names of a column of ClassLabel of `datasets`, or of lists of it, by number; None for other columns."""
+    features = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
+    kind = features.get(name)
+    kind = kind[0] if isinstance(kind, list) else (kind or {}).get("feature", kind)  # a list, as older versions write it
+    return kind.get("names") if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" else None

@@ -5,7 +5,6 @@ The rows of several sources become one table. Each row keeps its place in its ow
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
 from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
+from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.location import expand, extension, locate, path_of
 from hwopt.data.sources.rows import ReadOptions, Rows
@@ -172,19 +172,12 @@ def refuse_other_columns(first: Rows, other: Rows) -> None:
             f"{other.source}: {' and '.join(filter(None, (less, more)))}.{near} "
             "Sources that are read together need the same columns"
         )
-    classes, others = class_labels(first.table), class_labels(other.table)
-    for name in [name for name in expected if classes.get(name) != others.get(name)]:
-        raise DataError(
-            f"{other.source}: the classes of column {name!r} are {truncate(others.get(name))}, those of {first.source} are "
-            f"{truncate(classes.get(name))}; store the labels as strings"
-        )
-
-
-def class_labels(table: pa.Table) -> dict[str, Any]:
-    """The class names of the ClassLabel columns of `datasets`, by column."""
-    raw = (table.schema.metadata or {}).get(b"huggingface", b"{}")
-    features = json.loads(raw).get("info", {}).get("features") or {}
-    return {name: kind.get("names") for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    for name in expected:
+        if (classes := class_names(first.table, name)) != (others := class_names(other.table, name)):
+            raise DataError(
+                f"{other.source}: the classes of column {name!r} are {truncate(others)}, those of {first.source} are "
+                f"{truncate(classes)}; store the labels as strings"
+            )
 
 
 def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, dict[int, Any]]:

@@ -92,12 +92,15 @@ def test_numbers_widen_and_encoded_strings_are_joined(tmp_path: Path) -> None:
     assert rows.table["label"].to_pylist() == [0.0, 1.0, 2.0]
 
 
-def test_class_names_that_differ_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_class_names_that_differ_are_refused(several: bool, tmp_path: Path) -> None:
     import datasets
 
     for name, classes in (("a", ["no", "yes"]), ("b", ["yes", "no"])):
-        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
-        datasets.Dataset.from_dict({"text": ["x"], "label": [0]}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+        kind = datasets.ClassLabel(names=classes)
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.List(kind) if several else kind})
+        data = {"text": ["x"], "label": [[0]] if several else [0]}
+        datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"b\.parquet: the classes of column 'label' are \['yes', 'no'\], those of .*a\.parquet"):
         read(str(tmp_path / "*.parquet"))
 
