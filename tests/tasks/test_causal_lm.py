@@ -21,7 +21,7 @@ from hwopt.data.tokenizer import LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
-from hwopt.tasks.next_token import blocks, encode_blocks, encode_prompts, encode_texts, prompted
+from hwopt.tasks.next_token import encode_blocks, encode_prompts, encode_texts, prompted
 from hwopt.tasks.predictors import TextGenerator
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
@@ -34,17 +34,6 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positi
 def prepare(source: str, folder: Path, config: Any = GPT2, positions: int | None = 64, **data: Any) -> tuple[Job, Task, Prepared]:
     job = Job.model_validate({"model": {"config": config}, "data": {"train": source, **data}, "task": {"kind": "causal-lm"}})
     return job, make_task(job), prepared_of(job, folder, positions)
-
-
-@given(tokens=st.lists(st.integers(0, 9), min_size=2, max_size=80), length=st.integers(1, 30))
-def test_blocks_predict_each_token_but_the_first_once(tokens: list[int], length: int) -> None:
-    inputs, labels, offsets = blocks(np.array(tokens, np.int32), length)
-    assert labels.tolist() == tokens[1:]
-    assert inputs.tolist() == tokens[:-1]
-    sizes = np.diff(offsets)
-    assert sizes.sum() == len(tokens) - 1
-    assert (sizes[:-1] == length).all()
-    assert 1 <= sizes[-1] <= length
 
 
 TOKENS = st.lists(st.integers(1, 9), max_size=12)
@@ -72,6 +61,7 @@ def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:
     assert store.counts.tolist() == store.lengths.tolist()
     rows = [store.row(index) for index in range(len(store))]
     tokens = [rows[0]["input_ids"][0], *np.concatenate([row["labels"] for row in rows])]
+    assert np.concatenate([row["input_ids"] for row in rows]).tolist() == tokens[:-1]
     assert prepared.tokenizer.decode(tokens) == text
     assert prepare(str(tmp_path / "a.txt"), tmp_path)[2].train.lengths.max() <= 64
 

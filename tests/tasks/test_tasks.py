@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hwopt.config.job import Job
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
-from hwopt.tasks.model_builder import refuse_batch_statistics
 from hwopt.tasks.registry import make_task
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
@@ -27,13 +25,6 @@ def test_task_knows_which_metrics_it_has() -> None:
     assert not causal.greater_is_better(causal.default_metric)
     with pytest.raises(InputError, match=r"causal-lm has no metric 'eval_f1'.* It has: eval_loss, eval_perplexity"):
         causal.greater_is_better("eval_f1")
-
-
-def test_batch_norm_is_refused_by_name() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    with pytest.raises(InputError, match="1 is a BatchNorm1d"):
-        refuse_batch_statistics(model)
-    refuse_batch_statistics(torch.nn.Sequential(torch.nn.LayerNorm(2)))
 
 
 @pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 90}], ids=["trained", "given"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hwopt.plugin import Evidence, Observation
-from hwopt.training.evidence import ceased, observing
+from hwopt.training.evidence import observing
 
 
 def observed(function: Any) -> Observation:
@@ -50,13 +50,6 @@ def test_an_open_profiler_of_the_user_is_left_alone(warmup: int) -> None:
 def test_products_of_the_backward_pass_count() -> None:
     layer, x = torch.nn.Linear(8, 8), torch.ones(8, 8, requires_grad=True)
     assert observed(lambda: layer(x).sum().backward()).matmul_dtypes == {"float": 3}
-
-
-def test_a_plugin_that_stops_being_active_gives_a_warning() -> None:
-    first: Any = [(SimpleNamespace(name="a"), Evidence.active("on")), (SimpleNamespace(name="b"), Evidence.unknown("?"))]
-    last: Any = [(SimpleNamespace(name="a"), Evidence.inactive("off")), (SimpleNamespace(name="b"), Evidence.inactive("off"))]
-    assert ceased(first, last) == ["plugin 'a' was active after the first step and is not any more: off"]
-    assert ceased(first, first) == []
 
 
 def test_evidence_is_compared_with_what_the_options_ask_for() -> None:

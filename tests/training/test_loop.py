@@ -193,12 +193,3 @@ def test_failed_step_adds_no_row_to_the_log(tmp_path: Path) -> None:
         assert before > 0
         assert loop.telemetry.mark() == before
         assert run.step == 1
-
-
-def test_best_metric_is_accepted_with_and_without_eval_prefix(tmp_path: Path) -> None:
-    """`eval_f1`, the logged name, or `accuracy`, the name without prefix."""
-    for metric in ("eval_f1", "accuracy"):
-        job = tiny_job(tmp_path / "data", metric_for_best_model=metric, max_steps=2)
-        train_tiny(plan_for(tiny_profile(), job), tmp_path / metric)
-        summary = json.loads((tmp_path / metric / "run" / "summary.json").read_text())
-        assert f"best_eval_{metric.removeprefix('eval_')}" in summary

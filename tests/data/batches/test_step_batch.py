@@ -86,31 +86,6 @@ def batch_of(lengths: list[int], rows: int, causal: bool = False, **options: Any
     return Collate(cut_in_order, rows, pad_id=0, **options)(step, make_samples(lengths, causal), [1] * len(lengths))
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8), st.booleans())
-def test_micro_batches_hold_every_row_as_it_was(lengths: list[int], rows: int, causal: bool) -> None:
-    batch = batch_of(lengths, rows, causal)
-    samples = make_samples(lengths, causal)
-    row = 0
-    for micro_batch, _last in batch.micro_batches():
-        ids, mask = micro_batch.inputs["input_ids"], micro_batch.inputs.get("attention_mask")
-        for number in range(len(ids)):
-            length = lengths[row]
-            assert ids[number, :length].tolist() == samples[row]["input_ids"].tolist()
-            assert (ids[number, length:] == 0).all()
-            if mask is not None:
-                assert mask[number].tolist() == [1] * length + [0] * (ids.shape[1] - length)
-            else:
-                assert length == ids.shape[1], "no mask only without padding"
-            if causal:
-                assert micro_batch.targets[number, :length].tolist() == samples[row]["labels"].tolist()
-                assert (micro_batch.targets[number, length:] == -100).all()
-            else:
-                assert micro_batch.targets[number] == row % 3
-            row += 1
-    assert row == len(lengths)
-    assert batch.tokens == sum(lengths)
-
-
 def test_fixed_widths_and_multiples() -> None:
     batch = batch_of([3, 9, 17, 40], 1, widths=Widths((8, 16, 32)))
     assert [width for _, width in batch.sizes] == [8, 16, 32, 40]
@@ -144,7 +119,9 @@ def test_cut_that_loses_a_row_fails_an_assertion() -> None:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 6), st.booleans(), st.data())
-def test_finer_splits_hold_the_same_rows(lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject) -> None:
+def test_splits_of_any_rung_hold_every_row_as_it_was(
+    lengths: list[int], rows: int, rung: int, causal: bool, data: st.DataObject
+) -> None:
     batch = batch_of(lengths, rows, causal)
     samples = make_samples(lengths, causal)
     coarser = data.draw(st.integers(0, rung))  # at which the rows before `first` were done
@@ -154,14 +131,23 @@ def test_finer_splits_hold_the_same_rows(lengths: list[int], rows: int, rung: in
         ids = micro_batch.inputs["input_ids"]
         assert len(ids) <= -(-rows // 2**rung)
         assert ids.shape[1] <= max(lengths)
+        mask = micro_batch.inputs.get("attention_mask")
         for number in range(len(ids)):
-            assert ids[number, : lengths[row]].tolist() == samples[row]["input_ids"].tolist()
-            mask = micro_batch.inputs.get("attention_mask")
-            assert (mask[number].sum() if mask is not None else ids.shape[1]) == lengths[row]
+            length, width = lengths[row], ids.shape[1]
+            assert ids[number].tolist() == [*samples[row]["input_ids"], *[0] * (width - length)]
+            if mask is not None:
+                assert mask[number].tolist() == [1] * length + [0] * (width - length)
+            else:
+                assert length == width, "no mask only without padding"
+            if causal:
+                assert micro_batch.targets[number].tolist() == [*samples[row]["labels"], *[-100] * (width - length)]
+            else:
+                assert micro_batch.targets[number] == row % 3
             row += 1
         assert micro_batch.end_row == row
         assert last == (row == len(lengths))
     assert row == len(lengths)
+    assert batch.tokens == sum(lengths)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 20))

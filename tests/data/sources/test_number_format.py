@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.sources.number_format import decimal_of, number_of, numbers_of, wrong_format
+from hwopt.data.sources.number_format import decimal_of, number_of
 
 
 @pytest.mark.parametrize(
@@ -37,24 +37,3 @@ def test_every_float_is_read_back_in_both_formats(number: float) -> None:
 def test_other_text_is_not_a_number_with_a_decimal_point(text: str) -> None:
     with pytest.raises(ValueError, match="not a number with a decimal point"):
         number_of(text, ".")
-
-
-@pytest.mark.parametrize(
-    ("text", "decimal", "advice"),
-    [
-        ("1,5", ".", 'data.decimal = ","'),
-        ("1.5", ",", 'data.decimal = "."'),
-        ("1.234,50", ".", "Remove the separators between the thousands"),
-        ("n/a", ".", ""),
-    ],
-)
-def test_number_in_another_format_names_what_to_set(text: str, decimal: Any, advice: str) -> None:
-    found = wrong_format(text, decimal)
-    assert advice in found
-    assert bool(found) == bool(advice)
-
-
-def test_empty_cells_do_not_count() -> None:
-    assert numbers_of(["1,5", "", None, "2"]) == [1.5, 2.0]
-    assert numbers_of([1, 2.5, None]) == [1.0, 2.5]
-    assert numbers_of(["a"]) is None

@@ -120,18 +120,6 @@ def test_line_ends_do_not_change_the_rows(end: str, tmp_path: Path) -> None:
         assert list(zip(*read_table(write(tmp_path / name, end.join(lines))).to_pydict().values(), strict=True)) == pairs, name
 
 
-def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
-    write(tmp_path / "train.csv", "text\n")
-    with pytest.raises(DataError, match=r"trian\.csv: no such file\. Did you mean 'train\.csv'\?"):
-        read_table(str(tmp_path / "trian.csv"))
-    with pytest.raises(DataError, match="the folder .* does not exist"):
-        read_table(str(tmp_path / "nowhere" / "train.csv"))
-    with pytest.raises(DataError, match=r"give its file: '.*train\.csv'"):
-        read_table(str(tmp_path))
-    with pytest.raises(DataError, match="a split"):
-        read_table(str(tmp_path / "train.csv"), "test")
-
-
 def test_gated_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

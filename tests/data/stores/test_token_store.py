@@ -83,12 +83,6 @@ def test_rows_equal_what_was_stored(tmp_path_factory: pytest.TempPathFactory, le
     assert "token_type_ids" not in rows[0]
 
 
-def test_token_types_are_stored_per_token(tmp_path: Path) -> None:
-    arrays, meta = make([2, 3], False)
-    store = TokenStore.cached(tmp_path / "s", lambda: (arrays | {"token_type_ids": np.array([0, 1, 0, 1, 1], np.int32)}, meta))
-    assert store.row(1)["token_type_ids"].tolist() == [0, 1, 1]
-
-
 def test_store_is_cached_and_rebuilt_if_broken(tmp_path: Path) -> None:
     folder, made = tmp_path / "tokens" / "s", []
 

@@ -38,6 +38,8 @@ from hwopt.report.memory import show_memory
 from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 BERT = TINY_BERT | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "hidden_dropout_prob": 0.1}
 GEMMA = {
     "model_type": "gemma3_text",
@@ -70,7 +72,6 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
     return plan_for(tiny_profile(**plugins), job, registry, **more)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA", "a large vocabulary")))
 def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     config, plugins = case
@@ -81,7 +82,6 @@ def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, 
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_copies_of_weights_with_new_tokens_are_predicted(tmp_path: Path) -> None:
     """PEFT copies a whole embedding to train the rows of new tokens, and the gradient of the copy is as large."""
     plugins = {"adapter": LORA, "fused_loss": {"backend": "torch"}}
@@ -91,7 +91,6 @@ def test_copies_of_weights_with_new_tokens_are_predicted(tmp_path: Path) -> None
     assert added == pytest.approx(measure_peak(plan, Shape(2, 16), Head(2, new_tokens=3)), rel=0.03)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
     """The update is the peak here. The random weights must be finite, or the update would be skipped."""
     plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, {"optimizer": {"name": "adamw_torch"}})
@@ -108,7 +107,6 @@ def steps(plan: Plan) -> Iterator[Any]:
         yield functions.train
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_any_shape_follows_from_two_traces(tmp_path: Path) -> None:
     card = described("a card", (8, 6), 8.0)
     plan = planned(tmp_path, BERT, {"precision": {"dtype": "auto"}, "sdpa": {}}, hardware=card)
@@ -142,7 +140,6 @@ class Hoard(Plugin):
         return model
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Hoard)
@@ -164,7 +161,6 @@ class Stubborn(Hoard):
         spec.state_bytes += 4
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Stubborn)
@@ -175,7 +171,6 @@ def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: 
     assert memory.peak_gib * 2**30 == pytest.approx(parameters * (4 + 4 + 8 + 4))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Stubborn)
@@ -206,7 +201,6 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
     assert too_much.fits is False  # not even the lower bound fits
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
     """Flash attention stores no score matrix; math does."""
 
@@ -228,7 +222,6 @@ def test_attention_kernels_are_those_of_the_card(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.daily
-@pytest.mark.filterwarnings("ignore")
 def test_suggested_changes_make_the_plan_fit(tmp_path: Path) -> None:
     profile = tmp_path / "card.toml"
     profile.write_text(
@@ -272,7 +265,6 @@ def test_suggested_changes_make_the_plan_fit(tmp_path: Path) -> None:
         assert memory.highest_gib - then.highest_gib == pytest.approx(change.saves_gib, rel=0.05)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_path: Path) -> None:
     profile = tmp_path / "card.toml"
     profile.write_text(
@@ -288,7 +280,6 @@ def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_pat
     assert "the option before needs" in next(entry.reason for entry in plan.entries if entry.name == "batch")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     found = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb", "--format", "json"], catch_exceptions=False)
@@ -303,7 +294,6 @@ def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path) -> None:
     assert "estimated from the card's peak speeds" in shown
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_measure_needs_the_device_in_this_machine(tmp_path: Path) -> None:
     asked = [str(write_job(tmp_path)), "--profile", "cpu", "--measure", "--format", "json"]
     found = CliRunner().invoke(plan_command, [*asked, "--hardware", "detected"], catch_exceptions=False)
@@ -314,7 +304,6 @@ def test_measure_needs_the_device_in_this_machine(tmp_path: Path) -> None:
         CliRunner().invoke(plan_command, [*asked, "--profile", "t4_16gb"], catch_exceptions=False)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     plan = planned(tmp_path / "data", BERT, {})
     (tmp_path / "data" / "train.jsonl").unlink()
@@ -323,12 +312,6 @@ def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     assert "the data could not be read" in memory.width_source
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="64 ranks for 40 training samples"):
         plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), cache_folder())
-
-
-def test_auto_batch_needs_effective(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needs effective = N"):
-        planned(tmp_path, BERT, {"batch": {"train": "auto"}})
