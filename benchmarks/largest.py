@@ -102,14 +102,14 @@ def run_step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     """Run one training step on random samples. Raises torch.OutOfMemoryError if the device has too little memory."""
     import torch
 
-    from hwopt.memory.forecast.measured import measure_peak
+    from hwopt.memory.forecast.measured import measure
     from hwopt.memory.trace.dry_run import Head, Shape
 
     plan, _ = plan_layers(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * 2**30 / total))
-    print(f"measured peak {measure_peak(plan, Shape(plan.batch.train, options.length), Head(2)) / 2**30:.2f} GiB")
+    print(f"measured peak {measure(plan, Shape(plan.batch.train, options.length), Head(2)).peak / 2**30:.2f} GiB")
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def profile_toml(config: dict[str, Any]) -> str:
 def compare(config: dict[str, Any]) -> dict[str, Any]:
     """The predicted and the measured bytes of a training step and of an evaluation."""
     from hwopt import api
-    from hwopt.memory.forecast.measured import measure_peak
+    from hwopt.memory.forecast.measured import measure
     from hwopt.memory.forecast.planner import bucket_bytes, traced_step
     from hwopt.memory.trace.dry_run import Head, Shape
 
@@ -141,7 +141,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         found[f"predicted_{what}"] = timeline.peak().bytes + beside
         # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the
         # end, so the smaller of two measurements is the better one
-        found[f"measured_{what}"] = min(measure_peak(plan, Shape(rows, width), Head(2), what) for _ in range(2))
+        found[f"measured_{what}"] = min(measure(plan, Shape(rows, width), Head(2), what).peak for _ in range(2))
     return found
 
 

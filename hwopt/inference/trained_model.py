@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from hwopt.system import garbage
 from hwopt.system.paths import path_kind
 from hwopt.tasks.base import Task
 from hwopt.tasks.model_builder import with_head
-from hwopt.tasks.prepared import Trained
+from hwopt.tasks.prepared import Prepared, Trained
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line, listing, nearest
 
@@ -122,7 +122,7 @@ def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
         base = base_of_adapter(found) if found.is_adapter else str(folder)
         config = load_config(base, None, job.model.revision if found.is_adapter else None)
         if found.is_adapter:
-            config = with_head(config, task, settings.labels)
+            config = with_head(config, task, Prepared(cast(Any, None), None, None, settings.labels))
         tokenizer = task.load_processing(str(folder))
         facts = model_facts(config, task.facts, base, cache / "models")
         model = load_model(found, base, config, weights_dtype(found, settings, config, hardware), settings.attention)

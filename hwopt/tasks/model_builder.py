@@ -43,10 +43,8 @@ class ModelBuilder:
         """
         import transformers
 
-        config = copy.deepcopy(config)
         num_labels = getattr(config, "num_labels", None)
-        for key, value in self.head_config(prepared).items():
-            setattr(config, key, value)
+        config = with_head(config, self, prepared)
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
@@ -133,10 +131,10 @@ def embed_new_tokens(model: Any, tokens: Sequence[int]) -> None:
     model.new_tokens = tuple(tokens)
 
 
-def with_head(config: PretrainedConfig, task: ModelBuilder, label_names: tuple[str, ...] | None) -> PretrainedConfig:
-    """A copy of `config` with the head of `task` for these labels."""
+def with_head(config: PretrainedConfig, task: ModelBuilder, prepared: Prepared) -> PretrainedConfig:
+    """A copy of `config` with the head of `task` for the labels of `prepared`."""
     config = copy.deepcopy(config)
-    for key, value in task.head_config(Prepared(cast(Any, None), None, None, label_names)).items():
+    for key, value in task.head_config(prepared).items():
         setattr(config, key, value)
     return config
 

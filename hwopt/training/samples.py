@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from hwopt.data.sources.chat import Conversation
 from hwopt.hardware.cuda_memory import release_unused_memory
+from hwopt.tasks.predictors import Generation, TextGenerator
+from hwopt.tasks.prepared import Trained
 from hwopt.text import first_line
 from hwopt.training.evaluation import evaluating
 
@@ -45,23 +48,16 @@ class GeneratedSamples:
                 with suppress(OSError), open(self.run.folder / SAMPLES, "a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": self.run.step, "prompt": prompt, "text": text}) + "\n")
 
-    @torch.no_grad()
     def generate(self, prompt: str) -> str:
-        """What the model writes after `prompt`: an ordinary text, or a question if the tokenizer has a chat template."""
-        tokenizer, model = self.run.prepared.tokenizer, self.run.inner_model
-        text = prompt
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
-        tokens = inputs["input_ids"].to(self.run.device)  # (1, length)
-        with evaluating(self.run):
-            written: Any = model.generate(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        return str(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+        """What `hwopt predict` writes after `prompt`: an ordinary text, or a question if the tokenizer has a chat template."""
+        run, tokenizer = self.run, self.run.prepared.tokenizer
+        trained = Trained(run.plan.job, run.inner_model.config, tokenizer, (), run.plan.model.max_positions)
+        generator = TextGenerator(trained, run.inner_model, Generation(NEW_TOKENS))
+        asked = Conversation([{"role": "user", "content": prompt}]) if tokenizer.chat_template else prompt
+        (encoded,) = generator.encode([asked])
+        if isinstance(encoded, str):
+            raise ValueError(encoded)
+        inputs = {key: tensor.to(run.device) for key, tensor in generator.batch([encoded], 1).items()}
+        with torch.no_grad(), evaluating(run):
+            ((text,),) = generator.predict(inputs)
+        return str(text)

@@ -10,7 +10,7 @@ import torch
 
 from hwopt.hardware.device import GIB
 from hwopt.memory.forecast.lengths import Lengths
-from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.planning.plan import Plan
@@ -60,7 +60,7 @@ def test_predicted_peak_matches_the_cuda_allocator(tables: dict[str, Any], rows:
     memory = plan_memory(plan, tmp_path / "cache", Lengths(None, WIDTH, 2, "this test"))
     assert memory.tier == "traced", memory.note
     torch._C._cuda_clearCublasWorkspaces()  # else those of an earlier test would not count
-    real = measure_peak(plan, Shape(memory.rows, memory.width), Head(2))
+    real = measure(plan, Shape(memory.rows, memory.width), Head(2)).peak
     # bitsandbytes makes its state in the first backward pass, between activations: other free blocks are left than in the trace
     late_state = "optimizer_in_backward" in tables and tables["optimizer"]["name"] == "adamw_bnb_8bit"
     error = 0.015 if late_state else 0.005
@@ -82,5 +82,5 @@ def test_offload_forecasts_the_pinned_memory(tmp_path: Path) -> None:
     torch._C._host_emptyCache()  # else the run would take blocks of an earlier test
     torch.cuda.reset_peak_host_memory_stats()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    measure_peak(plan, Shape(ROWS, WIDTH), Head(2))
+    measure(plan, Shape(ROWS, WIDTH), Head(2))
     assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before == pytest.approx(inputs, rel=0.01)

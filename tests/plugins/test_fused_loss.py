@@ -18,7 +18,7 @@ from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.measured import measure
 from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
@@ -341,7 +341,7 @@ def test_planner_predicts_the_saved_memory(tables, tmp_path):
             # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
             with torch.backends.mkldnn.flags(enabled=False):
                 # the profiler sometimes misses a release, so the smaller of two measurements counts
-                real = min(measure_peak(plan, Shape(16, 64), Head(2), what) for _ in range(2))
+                real = min(measure(plan, Shape(16, 64), Head(2), what).peak for _ in range(2))
             assert predicted == pytest.approx(real, rel=0.01), what
             peaks.append(predicted)
     with_it, without = peaks[:2], peaks[2:]

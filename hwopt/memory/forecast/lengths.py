@@ -14,7 +14,6 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import on_disk
 from hwopt.errors import DataError, HwoptError
 from hwopt.memory.trace.dry_run import Head
-from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.tasks.prepared import Prepared
@@ -79,8 +78,8 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:
     """Return the data of `job`, tokenized as in a run or loaded from `cache`."""
-    config = load_config(job.model.name, job.model.config, job.model.revision)
-    return make_task(job).prepare(job, config, cache, seed, max_positions=model.max_positions)
+    task = make_task(job)
+    return task.prepare(job, task.load_config(job), cache, seed, max_positions=model.max_positions)
 
 
 def mean_length(job: Job, model: ModelFacts, cache: Path) -> float:

@@ -42,11 +42,6 @@ class Measured:
     """On a CPU, the peak."""
 
 
-def measure_peak(plan: Plan, shape: Shape, head: Head, what: str = "train") -> int:
-    """Return the peak of `measure`."""
-    return measure(plan, shape, head, what).peak
-
-
 def measure(plan: Plan, shape: Shape, head: Head, what: str = "train") -> Measured:
     """Return the memory of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
 

@@ -19,7 +19,6 @@ from hwopt.memory.forecast.roofline import predict_time
 from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
-from hwopt.model.config import load_config
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
@@ -196,8 +195,8 @@ def waiting_bytes(plan: Plan, rows: int) -> int:
     """
     if plan.context.task.inputs != "images":
         return 0
-    model = plan.job.model
-    sample = make_task(plan.job).placeholder(plan.job, load_config(model.name, model.config, model.revision), 1)
+    task = make_task(plan.job)
+    sample = task.placeholder(plan.job, task.load_config(plan.job), 1)
     more = max(0, -(-plan.batch.step // plan.world_size) - rows)
     return more * sum(int(value.nbytes) for value in sample.values())
 

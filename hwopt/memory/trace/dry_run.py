@@ -6,7 +6,6 @@ it exists in every step after the first. If a step has several micro-batches, th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,14 +22,13 @@ from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.memory.trace.tracker import MemoryTracker
-from hwopt.model.config import load_config
 from hwopt.model.packing import skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context
 from hwopt.plugin.recipe import Recipe
-from hwopt.tasks.model_builder import embed_new_tokens, in_float32
+from hwopt.tasks.model_builder import embed_new_tokens, in_float32, with_head
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 from hwopt.training.accumulation import forward_and_backward
@@ -137,9 +135,7 @@ def dummy_model(run: Run, new_tokens: int) -> Any:
     from transformers.initialization import no_init_weights
 
     job = run.plan.job
-    config = copy.deepcopy(planned_config(job, load_config(job.model.name, job.model.config, job.model.revision)))
-    for key, value in run.task.head_config(run.prepared).items():
-        setattr(config, key, value)
+    config = with_head(planned_config(job, run.task.load_config(job)), run.task, run.prepared)
     for part in (config, config.get_text_config()):
         part.use_cache = False
     text = config.get_text_config()

@@ -25,7 +25,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast.measured import measure_peak
+from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
@@ -78,7 +78,7 @@ def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, 
     plan = planned(tmp_path, config, plugins)
     trace, rows = trace_plan(plan, 64, Head(2)), 4 if config is GEMMA else 64  # its logits are large
     for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-        predicted, real = scaled.at(rows, 64).peak().bytes, measure_peak(plan, Shape(rows, 64), Head(2), what)
+        predicted, real = scaled.at(rows, 64).peak().bytes, measure(plan, Shape(rows, 64), Head(2), what).peak
         assert predicted == pytest.approx(real, rel=0.03, abs=4096), what
 
 
@@ -88,7 +88,7 @@ def test_copies_of_weights_with_new_tokens_are_predicted(tmp_path: Path) -> None
     plan = planned(tmp_path, TINY_LLAMA | {"vocab_size": 20_000}, plugins)
     plain, added = (trace_plan(plan, 16, head).train.at(2, 16).peak().bytes for head in (Head(2), Head(2, new_tokens=3)))
     assert added - plain > 20_000 * 32 * 2
-    assert added == pytest.approx(measure_peak(plan, Shape(2, 16), Head(2, new_tokens=3)), rel=0.03)
+    assert added == pytest.approx(measure(plan, Shape(2, 16), Head(2, new_tokens=3)).peak, rel=0.03)
 
 
 def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_peak_in_the_update_is_measured(tmp_path: Path) -> None:
     trace = trace_plan(plan, 16, Head(2))
     predicted = trace.train.at(1, 16).peak()
     assert predicted.parts["temporary"] > 2 * 20_000 * 32 * 4
-    assert predicted.bytes == pytest.approx(measure_peak(plan, Shape(1, 16), Head(2)), rel=0.01)
+    assert predicted.bytes == pytest.approx(measure(plan, Shape(1, 16), Head(2)).peak, rel=0.01)
 
 
 @contextmanager
