@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
+from hwopt.data.chat_template import CHATML
 from hwopt.data.tokenizer_training import train_bpe
 from hwopt.errors import InputError
 from hwopt.inference.trained_model import find_run_model, load_trained_model
@@ -63,6 +64,7 @@ def test_chatml_adds_its_tokens_and_trains_their_embeddings(plugins: dict[str, A
     model = AutoModelForCausalLM.from_pretrained(run / "final")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"] == [end]
+    assert tokenizer.chat_template == CHATML
     assert end in model.generation_config.eos_token_id
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     for new, old in zip(

@@ -14,7 +14,6 @@ from sklearn.utils.class_weight import compute_class_weight
 from training.float64 import tiny_run
 
 from hwopt.config.job import load_job, make_job
-from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import InputError, PluginError
 from hwopt.tasks.labels import label_weights
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
@@ -138,16 +137,3 @@ def test_the_job_of_a_run_folder_repeats_the_weights(tmp_path: Path) -> None:
     job = make_job(tiny_job(tmp_path / "data", max_steps=1).document, [WEIGHTED])
     train_tiny(plan_for(tiny_profile(), job), tmp_path)
     assert load_job(tmp_path / "run/job.toml").job.task.class_weights == {"colour": 3.5, "other": 0.2}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_divides_by_the_weights_of_all_ranks(ranks: int) -> None:
-    weights = np.linspace(0.1, 2.0, 11)
-    samplers = [
-        StepSampler(np.ones(11, np.int64), weights, lambda lengths, *_: np.arange(len(lengths)), 0, 4, 3, rank, ranks)
-        for rank in range(ranks)
-    ]
-    for first, *steps in zip(*samplers, strict=True):
-        whole = [sample for step in (first, *steps) for sample in step.samples]
-        assert {step.count for step in steps} <= {first.count}
-        assert first.count == pytest.approx(weights[whole].sum())

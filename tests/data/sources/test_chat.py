@@ -12,16 +12,14 @@ import pytest
 from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
 from task_rows import prepared_of, write_jsonl
 
-from hwopt import api
-from hwopt.config.job import Job, make_job
-from hwopt.config.toml import Document
+from hwopt.config.job import Job
 from hwopt.data.chat_template import CHATML, ChatTemplate
 from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of, read_conversations
 from hwopt.data.sources.reading import read_all
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import IGNORED, Prepared
-from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
+from hwopt.testing import TINY_LLAMA
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"),
@@ -311,15 +309,3 @@ def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:
 def test_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.chat_template: the tokenizer has no chat template"):
         prepared_of(job_of([{"messages": MESSAGES}], tmp_path, chat_template=None), tmp_path)
-
-
-@pytest.mark.parametrize("tables", [{}, {"pack": {}}])
-def test_run_on_conversations_saves_the_template(tables: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    job = job_of([{"messages": MESSAGES}] * 12, tmp_path, eval_fraction=0.25)
-    document = Document("chat", {**job.model_dump(exclude={"training"}, exclude_none=True), "training": {"max_steps": 3}})
-    plan = plan_for(tiny_profile(**tables), make_job(document))
-    api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
-    assert saved.chat_template == CHATML
