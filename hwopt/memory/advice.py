@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
-from hwopt.memory.forecast.lengths import Lengths, lengths_of, truncated_fraction
+from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import fitted, traced_memory, traced_step
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.alternatives import current_options, scales_of
@@ -154,8 +154,8 @@ class Advisor:
         width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
         shape = Shape(memory.rows, width)
         changed = traced_memory(plan, shape, self.lengths, trace, trace.train.at(memory.rows, width))
-        fraction = truncated_fraction(self.lengths, target)
-        cost = "truncates texts" if fraction is None else f"truncates {fraction:.0%} of the texts"
+        texts = self.lengths.train
+        cost = "truncates texts" if texts is None else f"truncates {float((texts > target).mean()):.0%} of the texts"
         if (saved := self.saved_gib(changed)) >= MIN_SAVING_GIB:
             text = f"data.max_length={target}"
             yield Change((f"data.max_length = {target}",), saved, changed.fits, 1.0, cost, True, (text,))

@@ -95,8 +95,3 @@ def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
     share = -(-plan.batch.step // plan.world_size)
     cut = plan.recipe.cut or cut_in_order
     return max(len(group) for group in cut([width] * share, plan.batch.train)), width
-
-
-def truncated_fraction(lengths: Lengths, max_length: int) -> float | None:
-    """Return the fraction of training texts longer than `max_length`; None if the data was not read."""
-    return None if lengths.train is None else float((lengths.train > max_length).mean())

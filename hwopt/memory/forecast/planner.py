@@ -79,7 +79,8 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     try:
         return traced_memory(plan, shape, lengths, *traced_step(plan, shape, lengths.head, cache))
     except NotTraceable as error:
-        return closed_form_memory(plan, shape, lengths, f"the recipe could not be traced: {error}")
+        parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
+        return replace(memory_of(plan, shape, lengths, "closed form", parts), note=f"the recipe could not be traced: {error}")
 
 
 def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
@@ -150,12 +151,6 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step
         pool_gib=run.pool / GIB,
         time=predict_time(plan, trace.train, lengths.train),
     )
-
-
-def closed_form_memory(plan: Plan, shape: Shape, lengths: Lengths, why: str) -> MemoryPlan:
-    """Return the memory of a plan from formulas; `why` it could not be traced."""
-    parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
-    return replace(memory_of(plan, shape, lengths, "closed form", parts), note=why)
 
 
 def memory_of(

@@ -105,8 +105,9 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     layer = largest_layer(spec, plan.model)
     rows = []
     for scheme in schemes_for(ranks):
-        states = closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(ranks))
-        gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if shards_weights(scheme, ranks) else 0)
+        over = scheme.spread_over(ranks)
+        states = closed_form.sharded(closed_form.states(spec), scheme.stage, over)
+        gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if scheme.stage == 3 and over > 1 else 0)
         if steps is None:
             peak, evaluation = sum(states.values()) + gathered, None
             highest = peak
@@ -118,7 +119,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
         rows.append(
             SchemeMemory(
                 name=scheme.name,
-                spread_over=scheme.spread_over(ranks),
+                spread_over=over,
                 states_gib={kind: size / GIB for kind, size in states.items()},
                 peak_gib=peak / GIB,
                 lower_bound=steps is None,
@@ -137,10 +138,6 @@ def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
         with suppress(NotTraceable):
             return trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
     return None
-
-
-def shards_weights(scheme: Scheme, ranks: Ranks) -> bool:
-    return scheme.stage == 3 and scheme.spread_over(ranks) > 1
 
 
 def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:

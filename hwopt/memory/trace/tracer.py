@@ -40,9 +40,14 @@ class Trace:
 
 
 def trace_plan(plan: Plan, width: int, head: Head, cache: Path | None = None) -> Trace:
-    """Return the trace of `plan` for rows of about `width` tokens, from `cache` if it is there. Raises NotTraceable."""
+    """Return the trace of `plan` for rows of about `width` tokens, from `cache` if it is there. Raises NotTraceable.
+
+    Training and evaluation are traced at two shapes, and at a third one if the two ran other operations.
+    """
     path = None if cache is None else cache / f"{trace_key(plan, width, head)}.npz"
-    return fit_trace(cached_timelines(path, lambda: trace_two_shapes(plan, width, head)), width)
+    shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
+    request = Request(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width)))
+    return fit_trace(cached_timelines(path, lambda: traced(request)), width)
 
 
 def trace_exact_shape(plan: Plan, shape: Shape, head: Head, cache: Path | None = None) -> Timeline:
@@ -73,7 +78,8 @@ def trace_key(plan: Plan, width: int, head: Head, rows: int = ROWS) -> str:
     decided = [
         [entry.name, entry.distribution, entry.decision, entry.options.model_dump(mode="json")]
         for entry in plan.entries
-        if not only_sizes(plan, entry.author) and not only_loads(plan, entry.author)
+        # a trace does not see how step batches are loaded
+        if not only_sizes(plan, entry.author) and plan.recipe.fields_of(entry.author) != ("loader",)
     ]
     data = plan.job.data
     task = [plan.job.task.kind, len(data.text), data.max_target_length, head, plan.router_loss > 0]
@@ -91,11 +97,6 @@ def only_sizes(plan: Plan, author: str) -> bool:
     """Whether a plugin sets only numbers of rows, on which a trace does not depend."""
     written = plan.recipe.written_by_author(author)
     return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
-
-
-def only_loads(plan: Plan, author: str) -> bool:
-    """Whether a plugin sets only how step batches are loaded, which a trace does not see."""
-    return plan.recipe.fields_of(author) == ("loader",)
 
 
 def second_shape(width: int) -> Shape:
@@ -138,15 +139,6 @@ def load(path: Path) -> dict[str, Timeline]:
         name: Timeline(**{key: value if value.ndim else value.item() for key, value in values.items()})
         for name, values in fields.items()
     }
-
-
-def trace_two_shapes(plan: Plan, width: int, head: Head) -> dict[str, Timeline]:
-    """Trace training and evaluation at two shapes, and at a third if the two ran other operations.
-
-    Returns the timelines by "train.base", "eval.other" and so on.
-    """
-    shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
-    return traced(Request(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width))))
 
 
 __all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_exact_shape", "trace_key", "trace_plan"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import NonFiniteError
+from hwopt.text import listing
 
 if TYPE_CHECKING:
     from hwopt.config.job_training import Training
@@ -140,7 +141,7 @@ class DivergenceMonitor:
             )
         if not skipped or row.scale is not None:  # a loss scaler finds its scale by skipped updates
             return []
-        at = f"{'step' if len(skipped) == 1 else 'steps'} {list_steps(skipped)}"
+        at = f"{'step' if len(skipped) == 1 else 'steps'} {listing([f'{step:,}' for step in skipped], 5)}"
         if training.on_nonfinite != "skip":
             raise nonfinite(
                 f"a gradient was not finite at {at}; the update was skipped.",
@@ -185,9 +186,3 @@ class DivergenceMonitor:
 
 def nonfinite(reason: str, hint: str = "") -> NonFiniteError:
     return NonFiniteError(f"{reason} {advice()}{hint}")
-
-
-def list_steps(steps: Sequence[int]) -> str:
-    """The first five of `steps`, and how many more there are: "1, 2, 3, 4, 5 and 3 more"."""
-    shown = ", ".join(f"{number:,}" for number in steps[:5])
-    return shown if len(steps) <= 5 else f"{shown} and {len(steps) - 5:,} more"
