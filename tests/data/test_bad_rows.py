@@ -122,12 +122,6 @@ def test_hundred_consecutive_bad_rows_are_an_error(tmp_path: Path) -> None:
         prepare(source, tmp_path)
 
 
-def test_file_without_good_rows_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("1\n2\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.jsonl: none of its 2 rows can be used\. First one: line 1: is not an object"):
-        prepare(str(tmp_path / "a.jsonl"), tmp_path)
-
-
 def test_rows_over_several_lines_are_numbered_by_their_first_line(tmp_path: Path) -> None:
     """A quoted cell may contain line ends. An unclosed quote spoils only its own line."""
     source = tmp_path / "a.csv"

@@ -195,8 +195,6 @@ def test_label_without_an_evaluation_sample_is_named(tmp_path: Path) -> None:
     assert balanced.eval is not None
     assert sorted(balanced.eval.array("labels").tolist()) == [0, 0, 0, 1]
     assert balanced.notes == []
-    with pytest.raises(DataError, match="both sides need at least one"):
-        prepare(tmp_path, eval_fraction=0.05)
     rare = [*rows, {"text": "rare", "label": "maybe"}]
     assert prepare(tmp_path, rare, eval_fraction=0.1)[2].notes == ["the evaluation data has no sample of 'maybe'"]
 

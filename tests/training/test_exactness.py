@@ -81,21 +81,6 @@ def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, tmp_path: 
             assert (parts[0] - parts[1]).norm() <= 1e-12 * parts[0].norm()
 
 
-def test_padding_does_not_change_the_logits(tmp_path: Path) -> None:
-    """The logits of a row do not depend on the width that it is padded to."""
-    for kind in ("text-classification", "causal-lm"):
-        with tiny_run(tmp_path / kind, kind) as run:
-            run.inner_model.eval()
-            together = split_step(run, [list(range(ROWS))])
-            alone = split_step(run, [[row] for row in range(ROWS)])
-            (whole, _), *_ = together.micro_batches()
-            logits = run.inner_model(**whole.inputs).logits
-            for row, (single, _) in enumerate(alone.micro_batches()):
-                expected = run.inner_model(**single.inputs).logits[0]
-                found = logits[row] if kind == "text-classification" else logits[row, : len(expected)]
-                torch.testing.assert_close(found, expected)
-
-
 def test_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:
     with tiny_run(tmp_path, "text-classification") as run:
         sampler = run.train_loader.sampler

@@ -161,17 +161,7 @@ class Stubborn(Hoard):
         spec.state_bytes += 4
 
 
-def test_untraceable_recipe_falls_back_to_the_closed_form_with_a_note(tmp_path: Path) -> None:
-    registry = Registry()
-    registry.add(Stubborn)
-    memory = plan_memory(planned(tmp_path / "data", BERT, {"stubborn": {}}, registry), cache_folder())
-    parameters = planned(tmp_path / "data", BERT, {}).model.parameters
-    assert memory.tier == "closed form"
-    assert "could not be traced: " in memory.note
-    assert memory.peak_gib * 2**30 == pytest.approx(parameters * (4 + 4 + 8 + 4))
-
-
-def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
+def test_untraceable_recipe_has_a_lower_bound_that_never_says_fits(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(Stubborn)
     plan = planned(tmp_path / "data", BERT, {"stubborn": {}}, registry)
@@ -184,6 +174,8 @@ def test_lower_bound_never_says_fits(tmp_path: Path) -> None:
     plan = api.with_memory(plan, lambda changes: plan, registry=registry, cache=cache_folder(), listener=Recorder())
     memory = plan.memory
     assert memory is not None
+    assert memory.tier == "closed form"
+    assert memory.peak_gib * 2**30 == pytest.approx(plan.model.parameters * (4 + 4 + 8 + 4))
     assert memory.margin_gib > 0
     assert memory.fits is None
     assert json.loads(json.dumps(plan.to_dict(), default=str))["memory"]["fits"] is None
