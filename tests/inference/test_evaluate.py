@@ -98,24 +98,3 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tables: dict[str, Any
     shutil.rmtree(run / "final")
     with pytest.raises(InputError, match=r"it has no final/.* or give its newest checkpoint: .*checkpoint-\d"):
         api.evaluate(run, source)
-
-
-def test_an_adapter_is_evaluated_on_its_base_model(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path / "data", max_steps=1)
-    train_tiny(plan_for(tiny_profile(), job), tmp_path / "base")
-    base = tmp_path / "base/run/final"
-    training = {"max_steps": 12, "learning_rate": 3e-2}
-    tuned = make_job(Document("adapter", job.document.data | {"model": {"name": str(base)}, "training": training}))
-    train_tiny(plan_for(tiny_profile(adapter={"always": True}), tuned), tmp_path / "tuned")
-    run = tmp_path / "tuned/run"
-    source = str(tmp_path / "data/eval.jsonl")
-    merged = api.evaluate(run, source)
-    only = shutil.copytree(run, tmp_path / "only")
-    for name in ("config.json", "model.safetensors", "manifest.json"):
-        (only / "final" / name).unlink()
-    for path in (only / "final/adapter").iterdir():
-        path.rename(only / "final" / path.name)
-    assert api.evaluate(only, source).metrics == pytest.approx(merged.metrics, rel=1e-4)
-    unadapted = shutil.copytree(run, tmp_path / "unadapted")
-    shutil.copy(base / "model.safetensors", unadapted / "final")
-    assert api.evaluate(unadapted, source).metrics["loss"] != pytest.approx(merged.metrics["loss"], rel=1e-4)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from chat_templates import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,38 +266,6 @@ def test_truncated_completion_is_noted_and_an_empty_one_is_a_bad_row(tmp_path: P
         assert len(prepared.train) == 1
         assert prepared.bad_rows[0]["rows"] == 2
         assert [(row["line"], row["why"][:25]) for row in prepared.bad_rows[0]["left_out"]] == [(2, "has no completion after t")]
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_loss_is_a_sum_over_counted_tokens(tmp_path: Path, model_type: str) -> None:
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = GPT2 if model_type == "gpt2" else {"model_type": "llama", **small}
-    source = write_jsonl(
-        tmp_path / "a.jsonl", [{"ask": "two and", "answer": " two"}, {"ask": "why", "answer": " because it is so"}]
-    )
-    job, task, prepared = prepare(source, tmp_path, config, prompt="ask", completion="answer")
-    torch.manual_seed(0)
-    model: Any = task.load_model(job, load_config(None, config), prepared, {}).eval()
-    rows = [
-        {key: torch.from_numpy(np.array(value))[None].long() for key, value in prepared.train.row(row).items()}
-        for row in range(2)
-    ]
-    width = max(row["labels"].shape[1] for row in rows)
-    ids = torch.full((2, width), prepared.tokenizer.pad_token_id)
-    mask, labels = torch.zeros(2, width, dtype=torch.long), torch.full((2, width), IGNORED)
-    for number, row in enumerate(rows):
-        length = row["labels"].shape[1]
-        ids[number, :length], mask[number, :length], labels[number, :length] = row["input_ids"], 1, row["labels"]
-    whole, count = task.loss(model(input_ids=ids, attention_mask=mask), labels)
-    parts = [task.loss(model(input_ids=row["input_ids"]), row["labels"]) for row in rows]
-    assert int(count) == sum(int(part[1]) for part in parts) == prepared.train.counts.sum()
-    torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
-    # equal to the model's own loss, which shifts the labels
-    row = rows[1]
-    tokens = torch.cat([row["input_ids"], row["labels"][:, -1:]], 1)
-    own = torch.cat([torch.full((1, 1), IGNORED), row["labels"]], 1)
-    torch.testing.assert_close(model(input_ids=tokens, labels=own).loss * parts[1][1], parts[1][0])
-    assert model.generation_config.pad_token_id == prepared.tokenizer.pad_token_id
 
 
 def test_chat_markers_in_texts_that_are_no_tokens_are_named(tmp_path: Path) -> None:

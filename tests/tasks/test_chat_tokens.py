@@ -111,5 +111,6 @@ def test_eos_token_of_the_job_ends_texts_and_generation(tmp_path: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(run / "final"), AutoModelForCausalLM.from_pretrained(run / "final")
     assert tokenizer.eos_token == "<|pad|>"
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    assert tokenizer.pad_token_id == model.generation_config.pad_token_id
     with pytest.raises(InputError, match=r"data\.eos_token: '<end>' is not a token"):
         trained(tmp_path, base, data | {"eos_token": "<end>"})

@@ -44,6 +44,7 @@ def first_step(run: Run) -> tuple[Any, torch.Tensor, float]:
         ("text-classification", ["task.class_weights=balanced", "task.label_smoothing=0.1"]),
         ("text-classification", ["task.label_smoothing=0.3"]),
         ("causal-lm", ["task.label_smoothing=0.1"]),
+        ("causal-lm", []),
     ],
 )
 def test_a_step_has_the_mean_loss_of_torch_with_any_split(kind: str, assignments: list[str], tmp_path: Path) -> None:
