@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from task_rows import prepared_of
+from task_rows import job_of, prepared_of
 
 from hwopt import api
 from hwopt.config.job import Job
@@ -28,8 +28,7 @@ Cells = tuple[str, str]
 
 
 def prepare(source: str, folder: Path, **data: Any) -> Prepared:
-    job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": source, "max_bad_rows": 0.5, **data}})
-    return prepared_of(job, folder)
+    return prepared_of(job_of("text-classification", {"train": source, "max_bad_rows": 0.5, **data}), folder)
 
 
 def good(number: int) -> Cells:

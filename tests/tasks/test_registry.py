@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from installed_task import installed
+from task_rows import job_of
 
-from hwopt.config.job import Job, make_job
-from hwopt.config.toml import Document
 from hwopt.errors import InputError, PluginError
 from hwopt.tasks.registry import make_task
-from hwopt.testing import TINY_BERT
 
-
-def job_of(kind: str, task: dict[str, Any] | None = None, **data: Any) -> Job:
-    tables = {"model": {"config": dict(TINY_BERT)}, "data": {"train": "a.csv"} | data, "task": {"kind": kind} | (task or {})}
-    return make_job(Document("job.toml", tables)).job
+DATA = {"train": "a.csv"}
 
 
 def test_unknown_kind_names_the_installed_ones_and_the_nearest() -> None:
     with pytest.raises(InputError, match=r"task\.kind: expected 'causal-lm' or .*Did you mean 'text-classification'\?"):
-        job_of("text-clasification")
+        job_of("text-clasification", DATA)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +33,15 @@ def test_broken_task_is_an_error_that_names_its_package(
     entry: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with installed(tmp_path, monkeypatch, **entry), pytest.raises(PluginError, match=message):
-        make_task(job_of("broken"))
+        make_task(job_of("broken", DATA))
 
 
 def test_broken_task_that_a_job_does_not_name_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job sets a key that only some tasks read, so hwopt asks all of them."""
     with installed(tmp_path, monkeypatch, broken="no_such_module:Task"):
         with pytest.raises(InputError, match="task.class_weights belongs to task.kind = "):
-            job_of("causal-lm", {"class_weights": "balanced"})
-        job_of("causal-lm", max_length=8)
+            job_of("causal-lm", DATA, class_weights="balanced")
+        job_of("causal-lm", {**DATA, "max_length": 8})
 
 
 INCOMPLETE = """
@@ -65,4 +59,4 @@ def test_incomplete_task_is_refused_by_the_missing_method(tmp_path: Path, monkey
         installed(tmp_path, monkeypatch, nothing="nothing_task:Nothing"),
         pytest.raises(PluginError, match=r"Nothing.*does not define samples\(\)"),
     ):
-        make_task(job_of("nothing"))
+        make_task(job_of("nothing", DATA))

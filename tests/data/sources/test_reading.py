@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from task_rows import prepared_of
+from task_rows import job_of, prepared_of
 
-from hwopt.config.job import Data, Job
+from hwopt.config.job import Data
 from hwopt.data.sources.reading import read_all, refuse_missing
 from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.errors import DataError
-from hwopt.testing import TINY_BERT
 
 
 def write(path: Path, *lines: str) -> str:
@@ -29,8 +28,7 @@ def read(sources: Any, **options: Any) -> Rows:
 
 
 def prepare(folder: Path, train: Any, **data: Any) -> Any:
-    job = Job.model_validate({"model": {"config": TINY_BERT}, "data": {"train": train, **data}})
-    return prepared_of(job, folder)
+    return prepared_of(job_of("text-classification", {"train": train, **data}), folder)
 
 
 def test_glob_reads_its_files_in_sorted_order(tmp_path: Path) -> None:
