@@ -89,7 +89,7 @@ class Former(NamedTuple):
 
 
 REMOVED = """
-    fp16_opt_level fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
+    fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
     past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters
 """
 FORMER_NAMES = {name: Former("", "5") for name in REMOVED.split()} | {

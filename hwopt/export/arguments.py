@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib import import_module
 from pprint import pformat
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import task_facts
 from hwopt.data.sources.reading import read_all, read_options
-from hwopt.errors import HwoptError, InputError
+from hwopt.errors import HwoptError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
 from hwopt.plugin.imports import options_from
@@ -20,12 +20,7 @@ from hwopt.tasks.causal_lm import conversation_columns
 
 SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
 """Arguments for the rows of a step. Plugins know them too, but a host reads them itself."""
-LOADER = {
-    "num_workers": "dataloader_num_workers",
-    "pin_memory": "dataloader_pin_memory",
-    "prefetch_factor": "dataloader_prefetch_factor",
-    "persistent_workers": "dataloader_persistent_workers",
-}
+LOADER = {key: f"dataloader_{key}" for key in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")}
 """Key of `recipe.loader` -> the argument."""
 STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 """Number of steps -> the strategy that it needs."""
@@ -33,7 +28,8 @@ STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 
 def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     """The text of a Python module with `arguments` and the keywords of `from_pretrained`."""
-    into = argument_class(to)
+    package, name = ("trl", "SFTConfig") if to == "trl" else ("transformers", "TrainingArguments")
+    into = getattr(import_module(package), name)
     fields = {field.name for field in dataclasses.fields(into) if field.init}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
     fields -= {"gradient_checkpointing"} - {checkpointing}  # two names for one argument since transformers 5.23
@@ -57,10 +53,8 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
         given["model_init_kwargs"] = plain
     arguments = "".join(f"    {key}={pformat(value, width=80)},\n" for key, value in given.items())
     model = "" if to == "trl" else f"model_kwargs = {pformat(plain, width=80)}  # for from_pretrained\n"
-    name = into.__name__
     return (
-        f"{heading(plan, f'{name} for', to, lines)}\nfrom {'trl' if to == 'trl' else 'transformers'} import {name}\n\n"
-        f"arguments = {name}(\n{arguments})\n{model}"
+        f"{heading(plan, f'{name} for', to, lines)}\nfrom {package} import {name}\n\narguments = {name}(\n{arguments})\n{model}"
     )
 
 
@@ -85,18 +79,6 @@ def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"left out training.early_stopping_patience = {patience}: for transformers.EarlyStoppingCallback"
     if data.eval is not None or data.eval_fraction is not None:
         yield "left out the best weights, which hwopt keeps: set load_best_model_at_end, and save_strategy as eval_strategy"
-
-
-def argument_class(to: Literal["trainer", "trl"]) -> type[Any]:
-    if to == "trl":
-        if find_spec("trl") is None:
-            raise InputError("--to trl: the package trl is not installed; pip install trl")
-        import trl
-
-        return cast("type[Any]", trl.SFTConfig)  # type: ignore[attr-defined]
-    from transformers import TrainingArguments
-
-    return cast("type[Any]", TrainingArguments)
 
 
 def heading(plan: Plan, what: str, to: str, lines: Iterable[str]) -> str:

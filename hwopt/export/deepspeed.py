@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from typing import Any
+from unittest import mock
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError
@@ -25,16 +26,11 @@ def engine_plugin(plan: Plan, key: str) -> Any | None:
 
     It is made without the variables of a launcher, which would change its defaults.
     """
-    field, before = f"accelerator[{key!r}]", dict(os.environ)
-    try:
-        for name in before:
-            if name.startswith(LAUNCHERS_WORDS):
-                del os.environ[name]
-        with plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"):
-            return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    field = f"accelerator[{key!r}]"
+    with mock.patch.dict(os.environ), plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"):
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS_WORDS)]:
+            del os.environ[name]
+        return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
 
 
 def engine_config(plan: Plan) -> dict[str, Any] | None:

@@ -197,25 +197,9 @@ def process_name(pid: int) -> str:
         return "?"
 
 
-def check_cache_disk(folder: Path) -> Finding:
-    """Room for tokenised data and memory traces."""
-    return disk_finding(folder, "export HWOPT_CACHE=FOLDER, on a larger disk")
-
-
-def check_hub_disk(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Room for downloaded models and data sets."""
-    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return disk_finding(Path(home), "hf cache prune, or export HF_HOME=FOLDER, on a larger disk")
-
-
-def check_runs_disk(folder: Path = Path("runs")) -> Finding:
-    """Room for checkpoints."""
-    return disk_finding(folder.absolute(), "hwopt run --output-dir FOLDER, on a larger disk")
-
-
-def disk_finding(folder: Path, fix: str) -> Finding:
-    """The free space of the disk on which `folder` is, or would be."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+def check_disk(folder: Path, fix: str) -> Finding:
+    """The free space of the disk on which `folder` is, or would be. `fix`: how to choose another folder."""
+    existing = next(place for place in (folder, *folder.parents) if place.is_dir())
     free = shutil.disk_usage(existing).free / GIB
     text = f"{free:.1f} GiB are free for {folder}"
     if not os.access(existing, os.W_OK):
@@ -255,6 +239,8 @@ def check_notebook_service(environment: Mapping[str, str] = os.environ) -> Findi
 
 def checks(cache: Path) -> dict[str, Callable[[], Finding]]:
     """Name -> check, in the order of the report: a cause comes before what it causes. `cache`: hwopt's cache folder."""
+    from huggingface_hub.constants import HF_HOME
+
     return {
         "driver": check_driver,
         "torch": check_torch,
@@ -264,9 +250,9 @@ def checks(cache: Path) -> dict[str, Callable[[], Finding]]:
         "bitsandbytes": check_bitsandbytes,
         "deepspeed": check_deepspeed,
         "shared memory": check_shared_memory,
-        "disk of the cache": partial(check_cache_disk, cache),
-        "disk of models": check_hub_disk,
-        "disk of runs": check_runs_disk,
+        "disk of the cache": partial(check_disk, cache, "export HWOPT_CACHE=FOLDER, on a larger disk"),
+        "disk of models": partial(check_disk, Path(HF_HOME), "hf cache prune, or export HF_HOME=FOLDER, on a larger disk"),
+        "disk of runs": partial(check_disk, Path("runs").absolute(), "hwopt run --output-dir FOLDER, on a larger disk"),
     }
 
 

@@ -185,22 +185,16 @@ def test_processes_are_not_listed_without_a_driver(monkeypatch: pytest.MonkeyPat
     assert doctor.check_other_processes().status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("check", "fix"),
-    [
-        (doctor.check_cache_disk, "HWOPT_CACHE"),
-        (lambda folder: doctor.check_hub_disk({"HF_HOME": str(folder)}), "HF_HOME"),
-        (lambda folder: doctor.check_runs_disk(folder), "--output-dir"),
-    ],
-    ids=["cache", "hub", "runs"],
-)
+@pytest.mark.parametrize(("disk", "fix"), [("the cache", "HWOPT_CACHE"), ("models", "HF_HOME"), ("runs", "--output-dir")])
 @pytest.mark.parametrize(("gib", "status"), [(1, "problem"), (10, "warning"), (100, "ok")])
 def test_full_disk_is_named_with_the_setting(
-    check: Any, fix: str, gib: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: str, fix: str, gib: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or Usage(0, 0, gib * GIB))
-    found = check(tmp_path / "not" / "made")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "not" / "made"))
+    monkeypatch.chdir(tmp_path)
+    found = checks(tmp_path / "not" / "made")[f"disk of {disk}"]()
     assert found.status == status
     assert (fix in found.fix) == (status != "ok")
     assert asked == [tmp_path]
@@ -208,7 +202,7 @@ def test_full_disk_is_named_with_the_setting(
 
 def test_folder_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert doctor.check_cache_disk(tmp_path).text == f"{tmp_path} is not writable"
+    assert doctor.check_disk(tmp_path, "").text == f"{tmp_path} is not writable"
 
 
 WSL2 = "Linux version 5.15.153.1-microsoft-standard-WSL2"

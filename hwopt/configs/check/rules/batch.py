@@ -51,8 +51,6 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     effective, steps, rows = view.effective_rows, view.number(ACCUMULATION), facts.rows
     if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
         return
-    if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
-        return
     if ranks_unknown(view) or trains_preferences(view) or any("layerwise" in entry.key for entry in view.source.entries):
         return
     tokens = effective * (view.number("max_length") or 0)

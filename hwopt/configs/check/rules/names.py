@@ -83,9 +83,7 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
         unset = view.tool == "axolotl" and each.value is None
-        if (
-            name in former and name != "fp16_opt_level" and not unset and each.place not in refused(view)
-        ):  # it has a rule of its own
+        if name in former and not unset and each.place not in refused(view):
             instead, gone = former[name]
             why = "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it."
             if view.tool == "axolotl":
