@@ -46,6 +46,7 @@ FILES = {
     "foreign.yaml": ("colour: red\nsize: 3\n", "foreign.yaml: not recognised; none of its keys (colour, size) is known"),
     "bad.json": ('{"fp16": true,\n}', "bad.json:2: is not valid JSON"),
     "train.py": ("args = 3\n", "train.py: has no call of TrainingArguments"),
+    "bad.py": ("x = (\n", "bad.py:1: is not valid Python"),
 }
 
 
@@ -82,11 +83,3 @@ def test_import_as_json_lists_every_key(tmp_path: Path) -> None:
     assert found["taken"] == {"plugins.batch.train": 32, "training.learning_rate": 3e-5}
     assert {each["key"]: each["kind"] for each in found["left"]} == {"unknown_key": "no equivalent", "output_dir": "ignored"}
     assert found["placeholders"] == ["model.name", "data.train"]
-
-
-def test_import_refuses_a_job_that_is_not_valid(tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text(GOOD)
-    for key in ("model.nmae=x", "plugins.batch.train=3", "training.learning_rate=-1"):
-        found = hwopt("import", "old.yaml", "-o", "new", "--set", key, cwd=tmp_path)
-        assert found.returncode == 2, key
-        assert not (tmp_path / "new").exists()

@@ -12,7 +12,6 @@ from hwopt.configs.check.facts import Given
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.view import View
-from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
 
 INPUTS = Inputs()
@@ -123,24 +122,3 @@ def test_script_of_unsloth_has_an_adapter_and_its_own_trainer(tmp_path: Path) ->
     found = view_of(read_source(path), INPUTS)
     assert (found.value("lora_r"), found.value("lora_alpha"), found.is_on("use_peft")) == (8, 32, True)
     assert found.is_on("gradient_checkpointing")
-
-
-def test_script_is_checked_as_a_file_of_arguments(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(
-        "SIZE = 16\nargs = TrainingArguments(\n    'out',\n    per_device_train_batch_size=SIZE,\n"
-        "    per_device_eval_batch_size=192,\n    fp16=True,\n    bf16=True,\n)\n"
-    )
-    found = {each.rule: each for each in check_file(path, Given(card="RTX 3090"), INPUTS).findings}
-    assert found["eval-batch"].place == f"{path}:5"
-    assert found["eval-batch"].fix == "per_device_eval_batch_size=32"
-    assert found["fp16-and-bf16"].fix == "fp16=False"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("x = (\n", "train.py:1: is not valid Python"), ("print('hello')\n", "has no call of TrainingArguments")],
-)
-def test_script_without_arguments_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        from_python(text, "train.py")

@@ -11,7 +11,6 @@ from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_json, from_yaml
 from hwopt.configs.view import View
 from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, SYNONYMS, NotReadable, typed
-from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
 
 INPUTS = Inputs()
@@ -152,11 +151,6 @@ def test_empty_ratio_of_axolotl_changes_no_schedule() -> None:
 def test_file_of_a_data_set_of_axolotl_is_taken_for_its_format() -> None:
     text = "base_model: m\nmicro_batch_size: 1\ndatasets:\n  - path: json\n    data_files: a.jsonl\n    field: body\n"
     assert {"train_file": "a.jsonl", "text_column": "body"}.items() <= values(read(text)).items()
-
-
-def test_unknown_file_is_refused_with_its_keys() -> None:
-    with pytest.raises(InputError, match="f: not recognised; none of its keys \\(colour, size\\)"):
-        read("colour: red\nsize: 3\n")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ NO_EQUIVALENT = {
     "prompt_column: q\ndataset_name: a\nassistant_only_loss: true": "data.completion go together",
     "mask_history: true\ncutoff_len: 64\nstage: dpo": "belongs to task.kind = causal-lm",
     "dataloader_num_workers: -1": "greater than or equal to 0",
+    "per_device_train_batch_size: 16  ← Actually 16": 'A YAML comment begins with " #"',
 }
 
 
@@ -148,17 +149,6 @@ def test_second_value_of_an_option_is_listed_with_the_first_ones_place() -> None
     text = "fp16: true\nbf16: true\n"
     assert taken(text) == {"plugins.precision.dtype": "fp16"}
     assert "is 'fp16' already, by fp16 (f.yaml:1)" in left(text)["bf16"][1]
-
-
-def test_apex_level_is_taken_over_with_what_changes() -> None:
-    (found,) = translated("fp16_opt_level: O2\n").taken
-    assert "trained as O1" in found.note
-
-
-def test_text_where_a_number_belongs_is_not_taken_over() -> None:
-    text = "per_device_train_batch_size: 16  ← Actually 16\n"
-    assert taken(text) == {}
-    assert not left(text)["per_device_train_batch_size"][0]
 
 
 PACKED = {

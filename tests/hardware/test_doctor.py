@@ -111,29 +111,30 @@ def test_import_that_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     assert "the import takes more than" in check_import("package", "import time; time.sleep(60)", "", "reinstall it").text
 
 
-def broken_package(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / name).mkdir()
-    (folder / name / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+BROKEN = "raise ImportError('libcudart.so.12: cannot open shared object file')"
+STAND_IN = "class ErrorHandlerMockBNBNativeLibrary: pass\nlib = ErrorHandlerMockBNBNativeLibrary()"
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "deepspeed"])
-def test_broken_installation_is_a_problem_with_the_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken_package(tmp_path, name, monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "file", "source", "problem"),
+    [
+        ("bitsandbytes", "__init__.py", BROKEN, "libcudart.so.12"),
+        ("bitsandbytes", "cextension.py", STAND_IN, "do not work: no native library"),
+        ("deepspeed", "__init__.py", BROKEN, "libcudart.so.12"),
+    ],
+)
+def test_broken_installation_is_a_problem_with_the_command(
+    name: str, file: str, source: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / file).write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = getattr(doctor, f"check_{name}")()
     assert found.status == "problem"
-    assert "libcudart.so.12" in found.text
-    assert f"{name}" in found.fix
+    assert problem in found.text
+    assert name in found.fix
     assert "pip install" in found.fix
-
-
-def test_bitsandbytes_without_its_native_library_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bitsandbytes").mkdir()
-    (tmp_path / "bitsandbytes" / "__init__.py").touch()
-    source = "class ErrorHandlerMockBNBNativeLibrary: pass\nlib = ErrorHandlerMockBNBNativeLibrary()"
-    (tmp_path / "bitsandbytes" / "cextension.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor.check_bitsandbytes().text.endswith("do not work: no native library")
 
 
 def test_name_of_the_stand_in_library_is_that_of_bitsandbytes() -> None:

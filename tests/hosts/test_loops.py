@@ -98,10 +98,24 @@ def test_bare_loop_trains_the_same(limit: int | None, capsys: pytest.CaptureFixt
     assert ("out of memory" in output) == (limit is not None)
 
 
-def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+class Around(torch.nn.Module):
+    """A script's module with a model of transformers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = llama()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inside(**inputs)
+
+
+@pytest.mark.parametrize("make", [lambda: llama().eval(), Around], ids=["evaluation mode", "inside a module"])
+def test_labels_of_a_causal_model_are_counted_where_its_loss_counts_them(
+    make: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first token of a row has a label, and nothing predicts it. from_pretrained leaves a model in evaluation mode."""
     settings = {"additive": "labels", "length_batching": {"overhead_tokens": 1}, **SPLIT}
-    assert farthest(bare(None, settings, lambda: llama().eval()), bare(None, None, llama)) < CLOSE
+    assert farthest(bare(None, settings, make), bare(None, None, llama)) < CLOSE
     assert "after step 1: active   optimizer" in capsys.readouterr().out
 
 
@@ -214,38 +228,6 @@ def test_repeated_step_frees_the_gradients_of_all_optimizers_and_of_a_second_mod
     found = with_two_optimizers(hwopt.Accelerator, 2, profile="cpu", additive="rows", **WHOLE)
     assert capsys.readouterr().out.count("Training ran out of memory") == 2
     assert farthest(found, with_two_optimizers(accelerate.Accelerator, 2)) < CLOSE
-
-
-class Around(torch.nn.Module):
-    """A script's module with a model of transformers inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = llama()
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.inside(**inputs)
-
-
-def around_llama(session: bool) -> Steps:
-    model, found = Around(), []
-    with hwopt.session("cpu", model, rows=16, additive="labels", **SPLIT) as own:
-        optimizer = own.optimizer(model.parameters(), lr=1e-3) if session else torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for batch in batches(classes=False):
-            if session:
-                loss = own.accumulate(batch, lambda inputs: model(**inputs).loss)
-            else:
-                loss = model(**batch).loss
-                loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append((loss.item(), norm.item()))
-    return found
-
-
-def test_labels_of_a_model_inside_a_module_are_shifted_as_its_loss_shifts_them() -> None:
-    assert farthest(around_llama(session=True), around_llama(session=False)) < CLOSE
 
 
 def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
