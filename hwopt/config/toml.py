@@ -155,15 +155,11 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
 
 
 def with_assignments(document: Document, assignments: Sequence[str], tables: Sequence[str]) -> Document:
-    """`document` with the `--set` texts whose first key is in `tables`."""
-    changes = map(parse_assignment, assignments)
-    return override(document, [(key, value) for key, value in changes if key[0] in tables])
-
-
-def override(document: Document, assignments: Sequence[tuple[Key, Any]]) -> Document:
-    """`document` with every (key, value) of `--set`; a later one wins over an earlier one."""
+    """`document` with the `--set` texts whose first key is in `tables`; a later one wins over an earlier one."""
     data, places = deepcopy(document.data), dict(document.places)
-    for key, value in assignments:
+    for key, value in map(parse_assignment, assignments):
+        if key[0] not in tables:
+            continue
         inner = data
         for depth, part in enumerate(key[:-1], 1):
             if part not in inner:

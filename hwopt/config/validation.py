@@ -40,7 +40,8 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
     """The problems of `error`, one for each value; pydantic reports one for each member of a union."""
     alternatives: dict[str, list[dict[str, Any]]] = {}
     for details in error.errors(include_url=False):
-        problem: dict[str, Any] = {**details, "loc": tuple(part for part in details["loc"] if not _is_tag(part))}
+        # without the tags of a union's members, which are no parts of the key
+        problem: dict[str, Any] = {**details, "loc": tuple(part for part in details["loc"] if not str(part).startswith("("))}
         field = str(problem["loc"][0]) if len(problem["loc"]) > 1 else ""
         if field in model.model_fields and _is_plain_union(model.model_fields[field].annotation):
             alternatives.setdefault(field, []).append(problem)
@@ -51,11 +52,6 @@ def _of_values(model: type[BaseModel], error: ValidationError) -> Iterator[dict[
         rules = [problem for problem in problems if not problem["type"].endswith(("_type", "_error"))]
         wanted = ", or ".join(str(problem["msg"]).removeprefix("Input should be ") for problem in rules or problems)
         yield problems[0] | {"loc": (field,), "type": "literal_error", "ctx": {"expected": wanted}}
-
-
-def _is_tag(part: Any) -> bool:
-    """Whether it is the tag of a union's member, which is not a part of the key."""
-    return isinstance(part, str) and part.startswith("(")
 
 
 def _is_plain_union(annotation: Any) -> bool:

@@ -48,7 +48,7 @@ class Imported:
         view, taken = self.translation.view, self.translation.taken
         job, profile = folder / "job.toml", folder / "profile.toml"
         keys = "1 setting" if len(taken) == 1 else f"{len(taken)} settings"
-        yield f"{view.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
+        yield f"{view.source.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
         yield "fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]
         yield "changes:", [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]
         for on_purpose, title in LEFT.items():
@@ -100,7 +100,7 @@ def write_imported(files: Imported, folder: Path) -> None:
 def profile_text(translation: Translation, name: str, card: tuple[str, Card] | None) -> str:
     document = new_document(translation, "Profile", translation.view.source.loose)
     document.add("name", tomlkit.item(name))
-    document.add("summary", tomlkit.item(f"imported from {Path(translation.view.name).name}"))
+    document.add("summary", tomlkit.item(f"imported from {Path(translation.view.source.name).name}"))
     if card is not None:
         table = tomlkit.table()
         table.comment(f"the figures of profile {card[0]}")
@@ -151,7 +151,7 @@ def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str,
 
 def new_document(translation: Translation, what: str, comments: Iterable[str] = ()) -> tomlkit.TOMLDocument:
     document, view = tomlkit.document(), translation.view
-    for line in (f"{what} of {Path(view.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import.", *comments):
+    for line in (f"{what} of {Path(view.source.name).name} ({TOOL_NAMES[view.tool]}), by hwopt import.", *comments):
         document.add(tomlkit.comment(plain(line)))
     return document
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from hwopt.configs.source_file import Entry, Language, SourceFile
+from hwopt.configs.source_file import Entry, SourceFile
 from hwopt.configs.words import SCHEDULE_OPTIONS, NotReadable, number, typed
 
 Tool = Literal["transformers", "axolotl", "llama-factory", "accelerate", "deepspeed", "hwopt-profile", "hwopt-job"]
@@ -135,14 +135,6 @@ class View:
     # read by rules and translations
 
     @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def language(self) -> Language:
-        return self.source.language
-
-    @property
     def is_hwopt(self) -> bool:
         return self.tool in ("hwopt-profile", "hwopt-job")
 
@@ -185,13 +177,13 @@ class View:
     def line(self, word: str, value: Any) -> str:
         """The setting `word` = `value` as a line of this file."""
         key = self.spelled(word)
-        if self.language == "Python":
+        if self.source.language == "Python":
             return f"{key}={value!r}"
         shown = str(value).lower() if isinstance(value, bool) else value
-        shown = f'"{shown}"' if isinstance(value, str) and self.language != "YAML" else shown
+        shown = f'"{shown}"' if isinstance(value, str) and self.source.language != "YAML" else shown
         if isinstance(value, float):
             shown = f"{value:g}"
-        return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.language]
+        return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.source.language]
 
     def lines(self, values: Mapping[str, Any]) -> str:
         """Several settings: word -> value, joined by "and"."""

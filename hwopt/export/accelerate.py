@@ -74,7 +74,6 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
 def deepspeed_section(plan: Plan) -> dict[str, Any]:
     config, plugin = engine_config(plan), engine_plugin(plan, "deepspeed_plugin")
     assert config is not None, "only asked for where the plan has DeepSpeed"
-    assert plugin is not None
     zero: Mapping[str, Any] = config["zero_optimization"]
     return {
         "zero_stage": zero["stage"],
@@ -89,7 +88,6 @@ def deepspeed_section(plan: Plan) -> dict[str, Any]:
 
 def fsdp_section(plan: Plan) -> dict[str, Any]:
     plugin = engine_plugin(plan, "fsdp_plugin")
-    assert plugin is not None, "only asked for where the plan has FSDP"
     if plugin.fsdp_version != 2:
         author = plan.recipe.author_of("accelerator['fsdp_plugin']")
         raise InputError(f"{author}: has FSDP {plugin.fsdp_version}; hwopt writes a launcher file for FSDP 2 only")

@@ -21,7 +21,7 @@ LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
 """Prefixes of the environment variables from which Accelerate's plugins take their defaults."""
 
 
-def engine_plugin(plan: Plan, key: str) -> Any | None:
+def engine_plugin(plan: Plan, key: str) -> Any:
     """A copy of the argument `key` that the run of `plan` gives to the Accelerator; None if it gives none.
 
     It is made without the variables of a launcher, which would change its defaults.

@@ -43,10 +43,9 @@ class Accelerator(accelerate.Accelerator):
         **named: Any,
     ) -> None:
         refuse_other_laws(additive)
-        names = list(signature(accelerate.Accelerator).parameters)
-        named |= dict(zip(names, positional, strict=False))
+        theirs = signature(accelerate.Accelerator).parameters
+        named |= dict(zip(theirs, positional, strict=False))
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
-        theirs = signature(accelerate.Accelerator.__init__).parameters
         self.hwopt_plugins = {name: named.pop(name) for name in list(named) if name not in theirs}
         self.hwopt_listener = listener or Listener()
         self.hwopt_session: Session | None = None

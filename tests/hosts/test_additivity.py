@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts.scripts import SIZES, arguments, reset
+from hosts.scripts import SIZES, arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer
@@ -63,7 +63,6 @@ CASES = [(name, counts) for name in MODELS for counts in (True, False) if counts
 
 @pytest.mark.parametrize(("name", "counts"), CASES)
 def test_listed_loss_adds_up(name: str, counts: bool, tmp_path: Path) -> None:
-    reset()
     model = make(name)
     trainer = Trainer(model=model, args=arguments(tmp_path))
     found = additivity_of(trainer, counts)
@@ -81,7 +80,6 @@ def test_listed_loss_adds_up(name: str, counts: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "BertForQuestionAnswering", "BertForPreTraining", "CLIPModel"])
 def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
-    reset()
     cls = getattr(transformers, name)
     with torch.device("meta"):
         router = {"output_router_logits": True} if "Mixtral" in name else {}
@@ -103,7 +101,6 @@ def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_positions_that_depend_on_the_longest_row_have_no_law(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    reset()
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | SIZES | options))
     found = additivity_of(Trainer(model=model, args=arguments(tmp_path)), True)
     assert (found.law is None) == bool(reason)
@@ -120,7 +117,6 @@ def test_method_of_a_loss_that_a_subclass_overrides_has_no_law(tmp_path: Path) -
 
 
 def test_class_made_of_hwopts_has_no_law_whatever_the_user_says(tmp_path: Path) -> None:
-    reset()
     made = hwopt.optimized(Trainer, "cpu", additive="rows")
     own = type("Mine", (made,), {"compute_loss": lambda self, model, inputs, **more: model(**inputs).loss})
     trainer = own(model=make("BertForSequenceClassification").float(), args=arguments(tmp_path))
@@ -141,7 +137,6 @@ def test_images_of_other_widths_are_not_joined() -> None:
 @pytest.mark.parametrize("norm", [torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated:FutureWarning")
 def test_spectral_norm_has_no_law(norm: Any, tmp_path: Path) -> None:
-    reset()
     model = make("BertForSequenceClassification")
     norm(model.classifier)
     assert "spectral norm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True).reason
@@ -149,7 +144,6 @@ def test_spectral_norm_has_no_law(norm: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["forward", "loss_function", "hook"])
 def test_parts_of_a_model_that_a_script_replaces_have_no_law(part: str, tmp_path: Path) -> None:
-    reset()
     model = make("BertForSequenceClassification")
     trainer = Trainer(model=model, args=arguments(tmp_path))
     assert additivity_of(trainer, False).law == "rows"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from documentation import read_page
-from hosts.scripts import llama, reset
+from hosts.scripts import llama
 from hosts.test_trl import QUIET, text, tokenizer
 
 from hwopt.hosts.apply import MODEL_LACKS, SAVED_MODEL, makes_another_model
@@ -74,7 +74,6 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     SmallConfig.__name__ = "SFTConfig"
     monkeypatch.setattr(trl, "SFTConfig", SmallConfig)
-    reset()
     return str(tmp_path / "model")
 
 

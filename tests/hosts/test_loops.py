@@ -165,7 +165,6 @@ def test_accelerate_script_trains_the_same(split: bool, limit: int | None, capsy
 
 
 def test_plan_ends_with_a_prepare_that_fails() -> None:
-    reset()
     accelerator = hwopt.Accelerator(profile="cpu", precision=False)
     model = bert()
     with pytest.raises(ValueError, match="device_placement"):
@@ -245,5 +244,4 @@ def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
 
 
 def test_arguments_of_accelerate_may_be_positional() -> None:
-    reset()
     assert hwopt.Accelerator(True, False, "no", cpu=True, profile="cpu").mixed_precision == "no"

@@ -334,7 +334,6 @@ def test_batch_that_is_not_split_and_does_not_fit_says_why(tmp_path: Path) -> No
 
 def test_batch_without_a_label_leaves_the_logged_loss(tmp_path: Path) -> None:
     """The Trainer leaves a loss that is not a number out of what it logs; the other batches of the step count."""
-    reset()
     data = [row | {"label": -100 if number % 16 < 8 else row["label"]} for number, row in enumerate(rows(32))]
     own, collator = arguments(tmp_path, max_steps=2), partial(padded, classes=True)
     trainer = optimized()(bert(), own, train_dataset=data, data_collator=collator)
@@ -348,7 +347,6 @@ def test_second_training_forgets_the_error_of_the_first(tmp_path: Path) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             raise ValueError("not now")
 
-    reset()
     own = arguments(tmp_path, max_steps=1)
     trainer = optimized()(bert(), own, train_dataset=rows(16), data_collator=partial(padded, classes=True), callbacks=[Fails()])
     with pytest.raises(ValueError, match="not now"):
@@ -372,18 +370,13 @@ def test_weights_of_a_loss_of_sentence_transformers_are_trained(tmp_path: Path) 
             cls, words = super().get_optimizer_cls_and_kwargs(args, model)
             return cls, words | {"optimizer_dict": [{"params": [*model.parameters(), extra], "weight_decay": 0.0}]}
 
-    reset()
     extra = torch.nn.Parameter(torch.ones(3))
-    trainer = hwopt.optimized(WithLoss, "cpu", **SPLIT)(
-        bert(), arguments(tmp_path, max_steps=1), train_dataset=rows(16), data_collator=partial(padded, classes=True)
-    )
-    trainer.train()
+    trainer, _ = train(hwopt.optimized(WithLoss, "cpu", **SPLIT), tmp_path, max_steps=1)
     trained = [each for group in trainer.optimizer.param_groups for each in group["params"]]
     assert any(each is extra for each in trained)
 
 
 def test_arguments_that_the_script_changes_later_count(tmp_path: Path) -> None:
-    reset()
     own = arguments(tmp_path)
     trainer = optimized()(bert(), own, train_dataset=rows(16), data_collator=partial(padded, classes=True))
     own.learning_rate, own.max_steps = 0.25, 1

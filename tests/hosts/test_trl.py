@@ -151,7 +151,6 @@ def test_pairs_of_dpo_are_split(limit: int | None, tmp_path: Path, capsys: pytes
 def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: Path) -> None:
     from trl import DPOConfig, DPOTrainer
 
-    reset()
     config = DPOConfig(str(tmp_path), save_strategy="no", label_smoothing=0.1, **QUIET)
     rows = data("prompt", "chosen", "rejected").select(range(6))
     trainer = DPOTrainer(preference_model(tmp_path / "m"), args=config, train_dataset=rows, processing_class=tokenizer())

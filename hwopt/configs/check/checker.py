@@ -136,13 +136,13 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
     found.sort(key=lambda each: (LEVELS.index(each.level or "error"), line_number(each.place)))
     unread = tuple(each.key for each in view.unread_as("unknown"))
     needs = tuple(f"{', '.join(names)}: needs {need}" for need, names in waiting.items())
-    return CheckReport(view.name, TOOL_NAMES[view.tool], view.recognised_by, card, tuple(found), unread, applied, needs)
+    return CheckReport(view.source.name, TOOL_NAMES[view.tool], view.recognised_by, card, tuple(found), unread, applied, needs)
 
 
 def reported(rule: Rule, finding: Finding, view: View) -> Finding:
     """`finding` with what the rule left open."""
     setting = view.settings.get(finding.word)
-    place, key = (setting.place, setting.key) if setting else (view.name, "")
+    place, key = (setting.place, setting.key) if setting else (view.source.name, "")
     return replace(
         finding, rule=rule.name, level=finding.level or rule.level, place=finding.place or place, key=finding.key or key
     )

@@ -428,15 +428,6 @@ def test_invalid_profile_is_a_report_with_file_and_line(tmp_path: Path) -> None:
     assert {each.key for each in report.findings} == {"plugins.batch.trian", "plugins.batch.train"}
 
 
-def test_job_is_checked_together_with_a_profile(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\nname = "m"\n[data]\ntrain = "t.csv"\n[training]\nlearning_rate = 0.01\n')
-    alone = check_file(path, Given(card="T4"), INPUTS)
-    together = check_file(path, Given(profile="t4_16gb"), INPUTS)
-    assert "learning-rate" not in {each.rule for each in alone.findings}
-    assert "learning-rate" in {each.rule for each in together.findings}
-
-
 def test_plugin_options_of_a_job_are_merged_with_the_profile_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     text = '[model]\nname = "m"\n[data]\ntrain = "t.csv"\nmax_length = 64\n[plugins.batch]\n'

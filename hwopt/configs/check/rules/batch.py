@@ -139,9 +139,9 @@ def has_usual_rate(view: View) -> bool:
     from_scratch = keys.get("stage") == "pt" or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
     small = SMALL.search(str(view.value("model_name_or_path")))
-    silent = view.tool == "transformers" and view.language != "Python" and view.lacks("use_peft", "task")
+    silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
-    unread = view.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
+    unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
     return not (from_scratch or projected or small or by_script or unread)
 
 

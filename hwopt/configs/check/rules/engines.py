@@ -40,7 +40,7 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
             f"{view.spelled(word)} is true, and the file has no adapter.",
             "transformers stops: quantized weights get no gradients, so that there is nothing to train.",
             "pass the Trainer get_peft_model(model, LoraConfig(…)), or give SFTTrainer peft_config"
-            if view.language == "Python"
+            if view.source.language == "Python"
             else view.line("use_peft", True)
             if view.tool == "transformers"
             else f"remove {view.spelled(word)}, or train LoRA",
@@ -174,7 +174,7 @@ def deepspeed_view(view: View) -> View | None:
         parts = (replace(entry, path=entry.path[entry.path.index("deepspeed") + 1 :]) for entry in inside)
         return DEEPSPEED.read(replace(view.source, entries=tuple(parts), replaced=()), "")
     name = str(view.value("deepspeed", ""))
-    for path in (Path(name), Path(view.name).parent / name) if name.endswith(".json") else ():
+    for path in (Path(name), Path(view.source.name).parent / name) if name.endswith(".json") else ():
         with suppress(InputError):
             return DEEPSPEED.read(read_source(path), "")
     return None

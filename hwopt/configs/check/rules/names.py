@@ -69,7 +69,7 @@ def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
         if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
             fix = f"give {moved.pop()} to {config}"
         what = f"{cls} of {package} {metadata.version(package)} has no {name}."
-        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.name}:{line}", key=name)
+        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.source.name}:{line}", key=name)
 
 
 def refused(view: View) -> set[str]:
@@ -135,7 +135,7 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a key of the tool, or the name that another tool has for it."""
     whose, why, level = UNKNOWN[view.tool]
     end = -1 if view.tool == "transformers" else 0
-    given = [each for each in view.unread_as("unknown") if view.language != "Python" or len(each.path) == 1]
+    given = [each for each in view.unread_as("unknown") if view.source.language != "Python" or len(each.path) == 1]
     given += view.settings.values() if view.tool in ("axolotl", "llama-factory") else ()
     names = known_names(view) if given else frozenset()
     for name, each in {each.path[end]: each for each in reversed(given)}.items():

@@ -113,7 +113,7 @@ def worst_model(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("early-stopping", "error", words=(PATIENCE,), source="transformers, EarlyStoppingCallback", tools=TRANSFORMERS)
 def early_stopping(view: View, facts: Facts) -> Iterator[Finding]:
     """Early stopping without evaluations, without a metric, or a warning if the best model is not loaded at the end."""
-    complete = view.tool == "llama-factory" or (view.language == "Python" and " (the first of" not in view.source.calls[0])
+    complete = view.tool == "llama-factory" or (view.source.language == "Python" and " (the first of" not in view.source.calls[0])
 
     def is_off(word: str, off: object) -> bool:
         return view.value(word) == off if word in view else complete and view.lacks(word)
