@@ -9,15 +9,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hwopt.api import execute, plan, resolve
+    from hwopt.hosts.accelerate import Accelerator
+    from hwopt.hosts.apply import apply
     from hwopt.hosts.evidence_callback import Evidence
     from hwopt.hosts.forecast import fits
     from hwopt.hosts.pieces import model_kwargs, optimizer, training_arguments
-    from hwopt.report.script_hosts import Accelerator, apply, optimized, session, train
+    from hwopt.hosts.torch import session
+    from hwopt.report.script_hosts import optimized, train
 
 PLACES = {
-    "Accelerator": "hwopt.report.script_hosts",
+    "Accelerator": "hwopt.hosts.accelerate",
     "Evidence": "hwopt.hosts.evidence_callback",
-    "apply": "hwopt.report.script_hosts",
+    "apply": "hwopt.hosts.apply",
     "execute": "hwopt.api",
     "fits": "hwopt.hosts.forecast",
     "model_kwargs": "hwopt.hosts.pieces",
@@ -25,7 +28,7 @@ PLACES = {
     "optimizer": "hwopt.hosts.pieces",
     "plan": "hwopt.api",
     "resolve": "hwopt.api",
-    "session": "hwopt.report.script_hosts",
+    "session": "hwopt.hosts.torch",
     "train": "hwopt.report.script_hosts",
     "training_arguments": "hwopt.hosts.pieces",
 }

@@ -16,6 +16,7 @@ from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
+from hwopt.hosts.script_run import with_lines
 from hwopt.hosts.torch import Session, planned
 from hwopt.training.listener import Listener
 
@@ -47,7 +48,7 @@ class Accelerator(accelerate.Accelerator):
         named |= dict(zip(theirs, positional, strict=False))
         self.hwopt_profile, self.hwopt_additive, self.hwopt_strict = profile, additive, strict
         self.hwopt_plugins = {name: named.pop(name) for name in list(named) if name not in theirs}
-        self.hwopt_listener = listener or Listener()
+        self.hwopt_listener = with_lines(listener)
         self.hwopt_session: Session | None = None
         given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
@@ -123,8 +124,7 @@ class Accelerator(accelerate.Accelerator):
             lacks=lacks,
             world_size=self.num_processes,
         )
-        listener = self.hwopt_listener if self.is_main_process else Listener()
-        self.hwopt_session = Session(found, model, self.hwopt_additive, listener, self.process_index)
+        self.hwopt_session = Session(found, model, self.hwopt_additive, self.hwopt_listener, self.process_index)
         return self.hwopt_session
 
     def _prepared(self) -> Session:

@@ -14,7 +14,7 @@ from hwopt.errors import PluginError
 from hwopt.hosts.additivity import shifts_labels
 from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
-from hwopt.hosts.script_run import ScriptRun
+from hwopt.hosts.script_run import ScriptRun, with_lines
 from hwopt.planning.plan import Plan
 from hwopt.plugin.recipe import LISTS, SETTINGS, SLOTS, Recipe
 from hwopt.plugin.registry import Registry
@@ -69,7 +69,7 @@ def apply(
         raise PluginError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     applied = Applied(plan, skipped)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    run = ScriptRun(plan, device, Path(), listener or Listener())
+    run = ScriptRun(plan, device, Path(), with_lines(listener))
     with ExitStack() as stack:
         stack.enter_context(run.process())
         changes = Changes(model)

@@ -20,9 +20,10 @@ from hwopt.planning.parts import without
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Observation
 from hwopt.plugin.guard import guarded_context
+from hwopt.text import printable
 from hwopt.training import evidence
 from hwopt.training.failure import last_resorts
-from hwopt.training.listener import Listener
+from hwopt.training.listener import Listener, Listeners
 from hwopt.training.run import PlannedRun
 
 
@@ -236,3 +237,24 @@ class ScriptRun(PlannedRun):
         real, computed = sum(step.tokens for step in self.steps), sum(step.computed for step in self.steps)
         count = sum(len(step.sizes) for step in self.steps)
         return f"{len(self.steps)} steps in {count} micro-batches: {computed:,} tokens computed, {real:,} without padding"
+
+
+class Lines(Listener):
+    """Prints what the plan says and what evidence finds, as lines between those of the script."""
+
+    def on_message(self, run: Any, message: str) -> None:
+        print(f"hwopt: {printable(message)}", flush=True)
+
+    def on_warning(self, run: Any, message: str) -> None:
+        self.on_message(run, f"WARNING: {message}")
+
+    def on_evidence(self, run: Any, found: list[Any]) -> None:
+        for decision, each in found:
+            self.on_message(run, f"after step {run.step}: {each.status:8} {decision.name}: {each.seen}")
+
+    on_final_evidence = on_evidence
+
+
+def with_lines(listener: Listener | None, *files: Listener) -> Listeners:
+    """`listener`, lines on the terminal, and `files`."""
+    return Listeners(*([listener] if listener else []), Lines(), *files)

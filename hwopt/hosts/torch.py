@@ -22,7 +22,7 @@ from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_p
 from hwopt.hosts.pieces import made_with
 from hwopt.hosts.probe import is_rough, laws_that_agree, probed_rows, without_zeros
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
-from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep
+from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep, with_lines
 from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener
 
@@ -236,4 +236,4 @@ def session(
     precision = planned(profile, model, rows, None, plugins, strict=False).plan.recipe.accelerator.get("mixed_precision")
     fp16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"
     lacks = {"accelerator['mixed_precision']": fp16} if precision == "fp16" else {}
-    return Session(planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, listener or Listener())
+    return Session(planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, with_lines(listener))
