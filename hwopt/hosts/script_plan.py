@@ -172,14 +172,6 @@ def facts_of_model(model: Any) -> ModelFacts:
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=max((len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList)), default=0),
-        hidden_size=0,
-        vocab_size=0,
-        max_positions=None,
-        is_decoder=False,
-        supports_sdpa=False,
-        supports_flash=False,
-        supports_checkpointing=False,
-        attention_dropout=0.0,
         logit_transform="is not a model of transformers",
     )
 

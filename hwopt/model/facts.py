@@ -46,16 +46,16 @@ class ModelFacts:
     architecture: str
     parameters: int
     layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int | None
+    hidden_size: int = 0
+    vocab_size: int = 0
+    max_positions: int | None = None
     """The longest input in tokens; None if the architecture has no limit."""
-    is_decoder: bool
+    is_decoder: bool = False
     """Causal: a token attends only to the tokens before it."""
-    supports_sdpa: bool
-    supports_flash: bool
-    supports_checkpointing: bool
-    attention_dropout: float
+    supports_sdpa: bool = False
+    supports_flash: bool = False
+    supports_checkpointing: bool = False
+    attention_dropout: float = 0.0
     prebuilt_mask: bool = False
     """Accepts a four-dimensional attention mask unchanged (the class builds its masks with transformers.masking_utils)."""
     packing_problem: str = "is not known to keep packed documents apart"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,13 @@ def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, *
 
 
 def train(
-    cls: type, folder: Path, make: Callable[[], Any] = bert, resume: str | None = None, limit: int | None = None, **changes: Any
+    cls: type,
+    folder: Path,
+    make: Callable[[], Any] = bert,
+    resume: str | None = None,
+    limit: int | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    **changes: Any,
 ) -> tuple[Any, Steps]:
     """The trainer and its steps. A batch of more than `limit` tokens runs out of memory."""
     reset()
@@ -102,7 +108,7 @@ def train(
         args=args,
         train_dataset=rows(),
         data_collator=lambda features: padded(features, classes=make not in (llama, t5)),
-        callbacks=[log],
+        callbacks=[log, *callbacks],
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, log.steps

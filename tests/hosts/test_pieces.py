@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import arguments, bert, padded, rows
+from hosts.scripts import train
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hwopt
@@ -92,14 +92,7 @@ def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Pat
 
 def trained(folder: Path, evidence: Any, **changes: Any) -> dict[str, tuple[str, str]]:
     """What -> (status, seen) after a run of the plain Trainer."""
-    trainer = Trainer(
-        model=bert(),
-        args=arguments(folder, max_steps=1, **changes),
-        train_dataset=rows(),  # type: ignore[arg-type]
-        data_collator=lambda features: padded(features, classes=True),
-        callbacks=[evidence],
-    )
-    trainer.train()
+    train(Trainer, folder, callbacks=[evidence], max_steps=1, **changes)
     return {what: (status, seen) for what, status, seen in evidence.found}
 
 
