@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware, weakest
-from hwopt.hardware.layer_speed import LARGEST, LayerSpeed, cached, measured
+from hwopt.hardware.layer_speed import LARGEST, cached, measured
 from hwopt.hardware.system_report import installed_versions
 from hwopt.hardware.torch_build import torch_problem
 
@@ -118,24 +118,19 @@ def detect_host() -> Hardware:
 
 
 def with_layer_speed(hardware: Hardware, hidden_size: int, world_size: int, cache: Path) -> Hardware:
-    """`hardware` with the speed of its CPU, if one process trains on it: several could measure different times."""
-    if hardware.device_type != "cpu" or hardware.source != "detected" or world_size > 1:
-        return hardware
-    return replace(hardware, layer=layer_speed(hardware, hidden_size, cache))
+    """`hardware` with the speed at which its CPU trains a layer of `hidden_size`: measured once, then from `cache`.
 
-
-def layer_speed(hardware: Hardware, hidden_size: int, cache: Path) -> LayerSpeed | None:
-    """How fast this CPU, `hardware`, trains a layer of `hidden_size`: measured once, then from `cache`. Imports torch.
-
-    None for a size that is unknown (0) or too large.
+    Not for a size that is unknown (0) or too large, nor for several processes, which could measure different times.
     """
     import torch
 
-    if not 0 < hidden_size <= LARGEST:
-        return None
+    usable = hardware.device_type == "cpu" and hardware.source == "detected" and world_size == 1
+    if not usable or not 0 < hidden_size <= LARGEST:
+        return hardware
     told = hardware.name, hardware.cpu_features, torch.get_num_threads(), torch.__version__, hidden_size
     name = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-    return cached(cache / "layers" / f"{name}.json", lambda: measured(hidden_size, bool(hardware.can("bf16"))))
+    speed = cached(cache / "layers" / f"{name}.json", lambda: measured(hidden_size, bool(hardware.can("bf16"))))
+    return replace(hardware, layer=speed)
 
 
 def has_apple_gpu() -> bool:

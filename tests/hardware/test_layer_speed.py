@@ -52,12 +52,13 @@ def test_it_is_measured_once_and_again_if_the_file_is_damaged(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("real_machine")
 def test_a_size_that_takes_seconds_is_not_measured(tmp_path: Path) -> None:
-    from hwopt.hardware.detect import layer_speed
+    from hwopt.hardware.detect import with_layer_speed
 
-    assert layer_speed(detect(), 4096, tmp_path) is None
-    assert layer_speed(detect(), 0, tmp_path) is None
-    state = torch.get_rng_state()
-    assert layer_speed(detect(), 64, tmp_path) == layer_speed(detect(), 64, tmp_path)
+    state, machine = torch.get_rng_state(), detect()
+    assert with_layer_speed(machine, 4096, 1, tmp_path) == with_layer_speed(machine, 0, 1, tmp_path) == machine
+    found = with_layer_speed(machine, 64, 1, tmp_path)
+    assert found.layer is not None
+    assert with_layer_speed(machine, 64, 1, tmp_path) == found
     assert torch.equal(torch.get_rng_state(), state)
 
 
