@@ -25,8 +25,9 @@ def by_name(entries: Iterable[EntryPoint], what: str) -> dict[str, EntryPoint]:
 def install_command() -> str:
     """The command that renews the metadata of hwopt, which a source folder does not renew itself."""
     source = Path(__file__).parents[2]
-    editable = (source / "pyproject.toml").exists()
-    return f"pip install -e {shlex.quote(str(source))}" if editable else "pip install --force-reinstall hwopt"
+    if (source / "pyproject.toml").exists():
+        return f"`pip install -e {shlex.quote(str(source))}`"
+    return "`pip install --force-reinstall --no-deps .` in the folder of hwopt's source"
 
 
 def registered_twice(what: str, first: str, again: str) -> PluginError:

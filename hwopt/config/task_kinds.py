@@ -44,7 +44,7 @@ def installed_tasks() -> Mapping[str, EntryPoint]:
     """Kind -> entry point, sorted by kind. Raises PluginError if two packages register the same kind."""
     found = by_name(metadata.entry_points(group=GROUP), "task")
     if not found:
-        raise PluginError(f"no task is installed: the metadata of hwopt is older than its code. Run `{install_command()}`")
+        raise PluginError(f"no task is installed: the metadata of hwopt is older than its code. Run {install_command()}")
     return found
 
 

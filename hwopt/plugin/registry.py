@@ -74,7 +74,7 @@ class Registry:
         distribution = distribution_of(entry_point)
         who = f"plugin {entry_point.name!r} of {distribution} cannot be imported ({entry_point.value})"
         own = distribution.split()[0] == "hwopt"  # its module may have moved since hwopt was installed
-        with plugin_guard(who, f"{f'run `{install_command()}`' if own else 'fix or uninstall the plugin'}. Its import"):
+        with plugin_guard(who, f"{f'run {install_command()}' if own else 'fix or uninstall the plugin'}. Its import"):
             loaded = entry_point.load()
         check_contract(loaded, entry_point.name, distribution)
         plugin: type[Plugin] = loaded

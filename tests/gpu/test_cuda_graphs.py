@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("text-classification", ONE | {"checkpointing": {}}),
     "LoRA": ("causal-lm", ONE | LORA | {"precision": {"dtype": "bf16"}}),
     "one micro-batch or several": ("text-classification", ONE | {"length_batching": {"tokens": 256, "overhead_tokens": 40}}),
+    "few shapes": ("text-classification", {"batch": {"train": 32}, "length_batching": {"overhead_tokens": 8}}),
     "shared key heads": ("causal-lm", {"precision": {"dtype": "bf16"}, "sdpa": {}}),
     "fused loss": ("causal-lm", ONE | {"fused_loss": {"backend": "torch"}}),
 }
@@ -67,9 +68,10 @@ def test_graphs_change_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     passes = graphed.run.forward_backward
     assert passes.graphs
     assert passes.calls["replayed"], "in the last step"
-    assert {alone for alone, *_ in passes.graphs} == (
-        {True, False} if "or several" in case else {"train" in tables.get("batch", {})}
-    )
+    alone = {True, False} if "or several" in case else {tables.get("batch") == ONE["batch"]}
+    assert {key[0] for key in passes.graphs} == alone
+    if case == "few shapes":
+        assert all(part[0][0] % 4 == 0 for key in passes.graphs for part in key if isinstance(part, tuple)), "shape and dtype"
     if case in ROUNDS and not on_pretend_card():
         assert graphed.losses == pytest.approx(eager.losses, rel=ROUNDS[case])
     else:
