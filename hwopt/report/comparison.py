@@ -102,9 +102,8 @@ def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Shee
         return ", ".join(plugins) or ABSENT
 
     def speed(plan: Mapping[str, Any]) -> str:
-        slow, fast = (plan["batch"]["step"] / seconds for seconds in reversed(plan["memory"]["time"]["step"]))
-        form = ",.0f" if slow >= 100 else ".3g"
-        return f"{slow:{form}} to {fast:{form}}"
+        ends = (plan["batch"]["step"] / seconds for seconds in reversed(plan["memory"]["time"]["step"]))
+        return " to ".join(f"{end:,.0f}" if end >= 100 else f"{end:.3g}" for end in ends)
 
     def time(key: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda plan: known((plan["memory"]["time"] or {}).get(key), lambda ends: seconds_text(*ends))

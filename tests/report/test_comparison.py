@@ -96,6 +96,8 @@ def test_plans_are_compared_by_their_predictions() -> None:
     show_plans(Terminal(file=output), [slow, fast])
     assert "fast against slow: 1.33 to 2.00 times the samples/s (estimated from the card's peak speeds)" in output.getvalue()
     assert "10 to 20 s" in output.getvalue()
+    show_plans(Terminal(file=output), [changed(slow, batch__step=100, memory__time__step=[0.08, 1.2])])
+    assert "83.3 to 1,250" in output.getvalue()
     without = changed(slow, memory__time=None)
     assert predicted_ratio(without, slow) is None
     show_plans(Terminal(file=output), [slow, without])
