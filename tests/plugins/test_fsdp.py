@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from plugin_cases import Cases
@@ -13,7 +13,7 @@ from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.model.config import load_config
-from hwopt.plugin import Recipe
+from hwopt.plugin import Context, Recipe
 from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.fsdp import Fsdp
@@ -90,8 +90,8 @@ def test_unsharded_layers_and_gradients_are_counted(tmp_path: Path) -> None:
 def test_environment_does_not_change_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    recipe: Any = Recipe()
-    Fsdp(Fsdp.Options()).apply(recipe, None)  # type: ignore[arg-type]
+    recipe, no_context = Recipe(), cast(Context, None)
+    Fsdp(Fsdp.Options()).apply(recipe, no_context)
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
