@@ -7,8 +7,8 @@ trains in a process of its own, forked from one that has imported torch and hwop
 compiled, captured in them), the next ones are timed as a whole, from one wait for the device to the next. Tokens are real ones,
 without padding. The host's time is CPU time of the training thread. --small takes tiny models.
 
-Unsloth patches transformers when it is imported, so its process starts anew. It needs older packages than hwopt; put them before
-the others: PYTHONPATH=FOLDER python benchmarks/gpu_speed.py lora qlora --only Unsloth.
+The import of Unsloth changes transformers, so Unsloth runs in a new process. It needs older packages than hwopt. Put them into a
+folder of their own: PYTHONPATH=FOLDER python benchmarks/gpu_speed.py lora qlora --only Unsloth.
 
 bert: BERT-base, two classes, lengths with median 64, sigma .9, up to 512; 64 rows a step, bf16. bert16: 16 rows of up to 64.
 lora: a decoder with the shape of Llama 3.2 1B, LoRA of rank 16, lengths with median 150, up to 1,024, 32 rows a step.

@@ -11,6 +11,7 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
+import jinja2
 import pytest
 from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
@@ -140,7 +141,7 @@ def completed_by_trl(template: str, kind: str) -> tuple[list[int], list[bool]] |
     try:
         asked = own.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
         tokens = own.apply_chat_template(prompt + completion, **options)["input_ids"]
-    except Exception:
+    except (jinja2.TemplateError, TypeError, ValueError):
         return "refuses"
     begin = common_prefix_length(asked, tokens)
     return tokens, [at >= begin for at in range(len(tokens))]

@@ -162,15 +162,15 @@ def test_text_that_begins_with_the_first_token_gets_no_second_one(start: str, te
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template.format(start), special_tokens=special)
     plain = ["it is a house", "what is it?"]
     written = [start + text for text in plain]
-    begun = plain if "{0}" in template else written
+    once_started = plain if "{0}" in template else written
     expected = [tokenizer.bos_token_id, *tokenizer(plain[0], add_special_tokens=False)["input_ids"]]
-    assert tokens_of(tokenizer, written)[0] == tokens_of(tokenizer, begun)[0] == expected
+    assert tokens_of(tokenizer, written)[0] == tokens_of(tokenizer, once_started)[0] == expected
     for make in (
         lambda texts: encode_texts(texts, tokenizer, limit, places),
         lambda texts: encode_blocks(texts, tokenizer, 8, "a"),
         lambda texts: encode_prompts([texts, [" a house"] * 2], tokenizer, limit, places),
     ):
-        (ours, ids, _), (theirs, once, _) = make(written), make(begun)
+        (ours, ids, _), (theirs, once, _) = make(written), make(once_started)
         assert ids.ids.tolist() == once.ids.tolist()
         assert ours["labels"].tolist() == theirs["labels"].tolist()
     generator = object.__new__(TextGenerator)
