@@ -39,7 +39,7 @@ def few_widths(limit: int) -> tuple[int, ...]:
 
 
 def few_rows(rows: int) -> int:
-    """A power of two near an eighth of `rows`, the most rows of a micro-batch; rows are multiples of it, so that few shapes occur."""
+    """A power of two near an eighth of `rows`, the most of a micro-batch; its multiples are few, so few shapes occur."""
     return max(1, 1 << (rows // 8).bit_length() - 1) if rows >= 8 else 1
 
 
