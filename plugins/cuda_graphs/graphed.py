@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -131,10 +132,13 @@ class GraphedForwardBackward(ForwardBackward):
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         run, own = self.run, [tensor.clone() for tensor in inputs]
         arguments, graph = dict(zip(micro_batch.inputs, own, strict=False)), torch.cuda.CUDAGraph()
+        host_state, python_state = torch.get_rng_state(), random.getstate()
         try:
             with self.capturing(graph):
                 loss, _ = run.loss(run.model(**arguments), own[-1])
                 loss.backward(gradient=self.engine.factor)
+            if python_state != random.getstate() or not torch.equal(host_state, torch.get_rng_state()):
+                raise RuntimeError("it draws random numbers on the host, such as LayerDrop, and a graph repeats what it drew")
             if list(map(id, with_gradient(self.weights))) != list(map(id, self.trained)):
                 raise RuntimeError("it gives gradients to other weights than the first step did")
             gradients = [without_ownership(weight.grad) for weight in self.trained] if self.alone else []
@@ -143,6 +147,8 @@ class GraphedForwardBackward(ForwardBackward):
         except (RuntimeError, PluginError) as error:
             if not isinstance(without_guard(error), RuntimeError):
                 raise
+            torch.set_rng_state(host_state)
+            random.setstate(python_state)
             self.failed[key] += 1
             if self.failed[key] > 1:
                 self.refuse(key, without_guard(error))

@@ -232,6 +232,23 @@ def test_a_model_that_waits_runs_eagerly_with_one_warning(line: str, tmp_path: P
 
 
 @pytest.mark.device("any")
+def test_a_model_that_draws_on_the_host_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would leave out the same layers in every step."""
+    config = {"model_type": "opt", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 4, "ffn_dim": 64}
+    config |= {"num_attention_heads": 2, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "layerdrop": 0.5}
+
+    def losses(name: str) -> Recorder:
+        job = tiny_job(tmp_path / name, "causal-lm", samples=96, config=config, max_steps=8)
+        return train_tiny(plan_for(tiny_profile(**FUSED, **ONE, **GRAPHS), job), tmp_path / name)
+
+    graphed = losses("graphed")
+    (warning,) = graphed.warnings
+    assert "random numbers on the host" in warning
+    monkeypatch.setattr(GraphedForwardBackward, "graph_of", lambda *_: None)
+    assert graphed.losses == losses("eager").losses
+
+
+@pytest.mark.device("any")
 def test_memory_that_was_short_without_graphs_leaves_all_passes_eager(tmp_path: Path) -> None:
     with loop_of(tmp_path, ONE | GRAPHS, TINY_BERT) as loop:
         batch = next(loop.batches())
