@@ -78,7 +78,9 @@ def build(
         claim_folder(run)
         build_loaders(run)
         run.engine = (plan.recipe.engine or (Engine if run.world_size == 1 else DataParallelEngine))(run)
-        run.forward_backward = (plan.recipe.forward_backward or ForwardBackward)(run)
+        run.forward_backward = ForwardBackward(run)
+        if plan.recipe.forward_backward is not None:
+            run.forward_backward = plan.recipe.forward_backward(run, run.forward_backward)
         for step in plan.recipe.prepared_steps:
             step(run)
         if plan.recipe.collate is None:

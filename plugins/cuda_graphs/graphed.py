@@ -44,9 +44,10 @@ class GraphedForwardBackward(ForwardBackward):
     While a profiler records, each shape is captured again: a replay would show it no operators.
     """
 
-    def __init__(self, run: RunView, most: int, tokens: int) -> None:
-        """`most`: how many graphs are kept. `tokens`: micro-batches with more tokens run eagerly; 0: no limit."""
+    def __init__(self, run: RunView, passes: ForwardBackward, most: int, tokens: int) -> None:
+        """`passes`: the loop's. `most`: how many graphs are kept. `tokens`: micro-batches with more run eagerly; 0: no limit."""
         super().__init__(run)
+        self.passes = passes
         self.most, self.tokens = most, tokens
         self.weights = list(run.inner_model.parameters())
         self.places: list[int] = []
@@ -69,19 +70,20 @@ class GraphedForwardBackward(ForwardBackward):
     def __call__(self, micro_batch: Any, first: bool, last: bool, mark_time: Callable[[str], None]) -> Tensor:
         if first:
             self.begin_step(alone=last)
-        inputs = [*micro_batch.inputs.values(), micro_batch.targets]
-        key = (self.alone, *micro_batch.inputs, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        tensors = self.passes.tensors(micro_batch)
+        inputs = list(tensors.values())
+        key = (self.alone, self.passes.constants(), *tensors, *((tensor.shape, tensor.dtype) for tensor in inputs))
         self.seen[key] += 1
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
-        graph = None if large else self.graph_of(key, micro_batch, inputs)
+        graph = None if large else self.graph_of(key, tensors)
         if graph is None:
             self.calls["too large" if large else "eager"] += 1
-            loss = super().__call__(micro_batch, first, last, mark_time)
+            loss = self.passes(micro_batch, first, last, mark_time)
             if not self.graphs:
                 self.trained = with_gradient(self.weights)
             return loss
         torch._foreach_copy_(graph.inputs, inputs)
-        self.engine.set_factor(micro_batch.loss_weight, graph.loss.dtype)
+        self.passes.set_weight(micro_batch)
         graph.graph.replay()
         if self.alone:
             for weight, gradient in zip(self.trained, graph.gradients, strict=True):
@@ -102,7 +104,7 @@ class GraphedForwardBackward(ForwardBackward):
             for weight, total in zip(self.trained, self.sums, strict=True):
                 weight.grad = total
 
-    def graph_of(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
+    def graph_of(self, key: Key, tensors: dict[str, Tensor]) -> Graph | None:
         """The graph of a shape, captured if need be; None if it is to run eagerly."""
         recorded = torch._C._autograd._profiler_enabled()
         if key in self.graphs and not recorded:
@@ -112,7 +114,7 @@ class GraphedForwardBackward(ForwardBackward):
         self.graphs.pop(key, None)
         if len(self.graphs) >= self.most and not self.forget_a_rarer_one(key):
             return None
-        return self.capture(key, micro_batch, inputs)
+        return self.capture(key, tensors)
 
     def forget_a_rarer_one(self, key: Key) -> bool:
         """Drop the graph of the shape that came least often, if that of `key` came twice as often. Returns whether it did."""
@@ -122,7 +124,7 @@ class GraphedForwardBackward(ForwardBackward):
         del self.graphs[rarest]
         return True
 
-    def capture(self, key: Key, micro_batch: Any, inputs: Sequence[Tensor]) -> Graph | None:
+    def capture(self, key: Key, tensors: dict[str, Tensor]) -> Graph | None:
         """Capture both passes of a shape; nothing is computed. None, with one warning, if its operators cannot be captured."""
         if not self.alone and not self.sums:
             self.sums = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.trained]
@@ -130,13 +132,11 @@ class GraphedForwardBackward(ForwardBackward):
                 weight.grad = total
         if not self.graphs:
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
-        run, own = self.run, [tensor.clone() for tensor in inputs]
-        arguments, graph = dict(zip(micro_batch.inputs, own, strict=False)), torch.cuda.CUDAGraph()
+        own, graph = {name: tensor.to(self.run.device, copy=True) for name, tensor in tensors.items()}, torch.cuda.CUDAGraph()
         host_state, python_state = torch.get_rng_state(), random.getstate()
         try:
             with self.capturing(graph):
-                loss, _ = run.loss(run.model(**arguments), own[-1])
-                loss.backward(gradient=self.engine.factor)
+                loss = self.passes.compute(own)
             if python_state != random.getstate() or not torch.equal(host_state, torch.get_rng_state()):
                 raise RuntimeError("it draws random numbers on the host, such as LayerDrop, and a graph repeats what it drew")
             if list(map(id, with_gradient(self.weights))) != list(map(id, self.trained)):
@@ -160,7 +160,7 @@ class GraphedForwardBackward(ForwardBackward):
                 for weight in self.weights:
                     weight.grad = None  # its memory belongs to the pool, which the next capture uses again
         self.calls["captured"] += 1
-        self.graphs[key] = found = Graph(graph, own, loss.detach(), gradients)
+        self.graphs[key] = found = Graph(graph, list(own.values()), loss, gradients)
         return found
 
     @contextmanager

@@ -128,8 +128,8 @@ def no_graphs(patch: pytest.MonkeyPatch) -> None:
     from hwopt_plugins.cuda_graphs import graphed
 
     class Eager:
-        def __new__(cls, run: Any, **_: Any) -> Any:
-            return ForwardBackward(run)
+        def __new__(cls, run: Any, passes: ForwardBackward, **_: Any) -> Any:
+            return passes
 
     patch.setattr(graphed, "GraphedForwardBackward", Eager)
 
