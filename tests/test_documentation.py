@@ -1,7 +1,7 @@
 """Every fenced block and inline command of README.md, CONTRIBUTING.md and docs/*.md works.
 
-`hwopt` commands run in this process in a folder with a tiny job; tests/integration/test_documentation.py runs those that
-start launchers. Of other programs only pip is checked: its extras exist.
+`hwopt` commands run in this process in a folder with a tiny job; those that start launchers run as soak tests.
+Of other programs only pip is checked: its extras exist.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hwopt import api
 from hwopt.cli import COMMANDS, command_called
 from hwopt.planning.inputs import Inputs, refuse_mistakes
 from hwopt.system.atomic_folder import write_json
+from hwopt.testing import finished
 
 NOT_RUN = {
     "accelerate launch --config_file F --machine_rank 1 --main_process_ip 10.0.0.1 -m hwopt run '…'": "needs two machines",
@@ -83,11 +85,6 @@ def is_run(command: Command) -> bool:
 def is_run_here(command: Command) -> bool:
     """Whether a test of this file runs a command."""
     return is_run(command) and not launches(command) and command.page not in OUTPUTS_COMPARED
-
-
-def is_launched(command: Command) -> bool:
-    """Whether tests/integration/test_documentation.py runs a command."""
-    return is_run(command) and launches(command)
 
 
 def only_names(command: Command) -> bool:
@@ -150,6 +147,24 @@ def test_commands_and_scripts_of_a_page_run_in_order(path: Path, documented: Pat
             assert done.returncode == 0, f"{command.place}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
             assert done.stdout + done.stderr, command.place
     run_scripts(page, folder)
+
+
+COMMANDS_OF_PAGES = [command for page in read_pages() for command in page.commands if is_run(command)]
+
+
+@pytest.mark.integration
+@pytest.mark.soak  # tests/integration/test_launch.py launches two processes
+@pytest.mark.parametrize("launch", [*filter(launches, COMMANDS_OF_PAGES)], ids=lambda command: command.text)
+def test_documented_launch_trains(launch: Command, documented: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(documented, tmp_path / "folder")
+    for command in COMMANDS_OF_PAGES:
+        if "two.yaml" in launch.words and command.text.endswith("--output two.yaml"):
+            assert hwopt(*arguments(command)[1:], cwd=folder).returncode == 0
+    program, *words = arguments(launch)
+    module = {"hwopt": "hwopt", "accelerate": "accelerate.commands.accelerate_cli"}[program]
+    done = finished([sys.executable, "-m", module, *words], folder)
+    assert done.returncode == 0, f"{launch.place}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    assert "summary" in done.stdout
 
 
 def run_scripts(page: Page, folder: Path) -> None:

@@ -95,34 +95,3 @@ def test_rare_class_is_held_out_in_proportion_and_can_be_weighted(tmp_path: Path
     assert "imbalanced" not in log
     assert [each["support"] for each in evaluated(tmp_path, "train.jsonl")["classes"]] == [891, 9]
     assert len(predicted(tmp_path, "train.jsonl", "out.jsonl")) == 900
-
-
-TURNS = [("user", "What is the capital of France?"), ("assistant", "Paris."), ("user", "And of Spain?"), ("assistant", "Madrid.")]
-
-
-def test_chat_file_is_answered(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": role, "content": text} for role, text in TURNS]}
-    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps(chat)] * 24))
-    said(tmp_path, "init", "chat.jsonl", "--yes")
-    job = load_job(tmp_path / "job.toml").job
-    assert (job.task.kind, job.data.chat_template) == ("causal-lm", "chatml")
-    preview = said(tmp_path, "plan", "job.toml", "--sample", "1", "--profile", "cpu", "--format", "json")
-    answers = [part["text"] for part in json.loads(preview)["spans"] if part["in_loss"]]
-    assert [answer.replace("<|im_end|>", "").strip() for answer in answers] == ["Paris.", "Madrid."]
-    train(tmp_path)
-    assert evaluated(tmp_path, "chat.jsonl")["samples"] == 24
-    out = predicted(tmp_path, "chat.jsonl", "out.jsonl", "--max-new-tokens", "4")
-    assert [row["messages"] for row in out] == [chat["messages"]] * 24
-    assert all(isinstance(row["generated_text"], str) for row in out)
-
-
-def test_folder_of_text_files_is_continued(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for number in range(12):
-        (tmp_path / "texts" / f"{number:02}.txt").write_text(f"Document {number}. " * 30)
-    refused = hwopt("init", "texts", "--yes", cwd=tmp_path)
-    assert (refused.returncode, "'texts/*.txt' (12 files)" in refused.stderr) == (4, True)
-    said(tmp_path, "init", "texts/*.txt", "--yes")
-    train(tmp_path, "data.max_length=64")
-    assert evaluated(tmp_path, "texts/*.txt")["perplexity"] > 1
-    assert len(predicted(tmp_path, "texts/0[0-3].txt", "out.jsonl", "--max-new-tokens", "2")) == 4

@@ -24,8 +24,6 @@ import pytest
 from integration.forks import until, wait_for_exit
 from integration.reliability import Work, newest_valid_step, status, step_of
 
-from hwopt.system import signals
-
 pytestmark = [pytest.mark.daily, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 Figures = Callable[..., None]
@@ -102,31 +100,6 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
         work.resumes_exactly(name, undisturbed)
         sent += 1
     figures("SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved the current step, exit 143/130")
-
-
-def test_second_signal_exits_at_once(work: Work, undisturbed: Path) -> None:
-    """The second signal comes while the checkpoint of the first one is being written."""
-
-    def slow_disk() -> None:
-        fsync = os.fsync
-
-        def slow(number: int) -> None:
-            if threading.current_thread().name.startswith("hwopt-writer"):
-                time.sleep(600)
-            fsync(number)
-
-        os.fsync = slow
-
-    (pid,) = work.started("twice", disturb=slow_disk)
-    run = work.run("twice")
-    until((run / "metrics.jsonl").exists)
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGTERM)  # a copy that a launcher forwards
-    time.sleep(1.5 * signals.DUPLICATE_SECONDS)
-    os.kill(pid, signal.SIGTERM)
-    assert wait_for_exit(pid, within=20) == 143
-    assert status(run)["exit_code"] == 143
-    work.resumes_exactly("twice", undisturbed)
 
 
 def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
@@ -220,17 +193,3 @@ def test_failed_save_keeps_a_valid_checkpoint(
         figures(
             "disk full at each of them", f"{survived} of {tried}: the old checkpoint survives; exit 6 with bytes needed and free"
         )
-
-
-def test_too_small_disk_is_reported_before_the_first_step(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nearly_full() -> None:
-        usage = shutil.disk_usage(work.folder)
-        shutil.disk_usage = lambda path: usage._replace(free=100_000)
-
-    (pid,) = work.started("no-room", disturb=nearly_full)
-    assert wait_for_exit(pid) == 6
-    message = status(work.run("no-room"))["message"]
-    assert "checkpoint(s) of" in message
-    assert "GiB are free" in message
-    assert not (work.run("no-room") / "metrics.jsonl").exists()
-    shutil.rmtree(work.run("no-room"))

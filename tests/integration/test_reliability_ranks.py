@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 from hwopt.saving import reader as resume
 from hwopt.system import signals
 from hwopt.testing import launcher, logged, relative_error
-from hwopt.training.telemetry.telemetry import Telemetry
 
 pytestmark = [pytest.mark.daily, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -79,23 +78,6 @@ def test_two_killed_ranks_resume_exactly(work: Work, undisturbed: Path, kills: i
         work.resumes_exactly(name, undisturbed, saved_alone=victims == pids[1:])
         killed += 1
     figures("SIGKILL anywhere, resume", f"2 ranks: {killed} kills of one or both: 0 different hashes, 0 steps lost or repeated")
-
-
-def test_rank_killed_at_a_log_point_leaves_no_gap_in_the_log(work: Work, undisturbed: Path) -> None:
-    """The rank is killed after the step, before the losses of all ranks are summed."""
-    start_row = Telemetry.start_row
-
-    def dies(telemetry: Telemetry) -> None:
-        if telemetry.run.rank == 1 and telemetry.run.step == 30:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start_row(telemetry)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Telemetry, "start_row", dies)
-        first, second = work.started("log-point")
-        assert (wait_for_exit(second), wait_for_exit(first)) == (-9, 9)
-    assert resume.list_checkpoints(work.run("log-point"))[0].name == "checkpoint-30"
-    work.resumes_exactly("log-point", undisturbed, saved_alone=True)
 
 
 def test_resume_on_another_number_of_ranks_repeats_the_same_steps(work: Work, alone: Path, undisturbed: Path) -> None:

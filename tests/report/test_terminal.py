@@ -21,6 +21,13 @@ def tiny_plan(folder: Path) -> Plan:
     return replace(plan, entries=(batch, loader), provenance={**plan.provenance, "training.seed": f"{folder / 'job.toml'}:3"})
 
 
+def test_torch_that_cannot_use_the_card_is_reported_first(tmp_path: Path) -> None:
+    plan, shown = tiny_plan(tmp_path), StringIO()
+    broken = replace(plan, hardware=replace(plan.hardware, problem="torch is built for CPUs"))
+    show_plan(Terminal(file=shown), broken)
+    assert shown.getvalue().startswith("PROBLEM: torch is built for CPUs\n")
+
+
 def test_values_come_with_the_file_and_line_that_set_them(tmp_path: Path) -> None:
     shown = StringIO()
     show_values(Terminal(file=shown, width=200), tiny_plan(tmp_path))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +65,16 @@ def test_error_of_a_run_is_in_its_status(error: BaseException, code: int, messag
     assert message in status_message
     assert not (tmp_path / "run" / LOCK).exists()
     assert not (tmp_path / "run" / "final").exists()
+
+
+def test_too_small_disk_is_reported_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(
+        StorageError, match=r"needs .* GiB, .*checkpoint\(s\) of .* GiB are free|checkpoint\(s\) of .*GiB are free"
+    ):
+        api.execute(make_plan(tmp_path), tmp_path / "run", cache=tmp_path / "cache")
+    assert read_status(tmp_path / "run")[0] == 6
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_run_without_a_name_takes_the_next_folder_if_another_process_is_faster(tmp_path: Path) -> None:
