@@ -7,15 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from event_calls import calling
 
-from hwopt import api
 from hwopt.planning.plan import Plan
 from hwopt.plugin.run_view import EVENTS
 from hwopt.saving.reader import load_checkpoint
-from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 
 def planned(folder: Path, tables: dict[str, Any] | None = None, **training: Any) -> Plan:
@@ -82,62 +80,6 @@ def test_step_end_reports_whether_the_update_was_applied(tmp_path: Path) -> None
     plan.recipe.events.append(calling(on_step_end=look))
     train_tiny(plan, tmp_path)
     assert applied == [(1, True), (2, False), (3, True), (4, True)]
-
-
-def test_resume_fires_step_events_only_for_new_steps(tmp_path: Path) -> None:
-    train_tiny(planned(tmp_path), tmp_path)
-    again, plan, ended = rewound(tmp_path / "run", tmp_path / "again", 2), planned(tmp_path), []
-    plan.recipe.events.append(calling(on_step_end=lambda run, applied: ended.append(run.step)))
-    api.execute(plan, again, cache=tmp_path / "cache", resume=True)
-    assert ended == [3, 4]
-
-
-class Average:
-    """An average of the weights, as an EMA plugin keeps it."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
-
-    def step_end(self, run: Any, applied: torch.Tensor) -> None:
-        for name, parameter in zip(run.engine.names, run.engine.parameters, strict=True):
-            self.shadow[name] = (self.shadow.get(name, 0.0) + parameter.detach()) / 2
-
-    def final(self, model: Any, run: Any) -> Any:
-        model.load_state_dict({**model.state_dict(), **self.shadow})
-        return model
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = {name: tensor.clone() for name, tensor in state["shadow"].items()}
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_final_holds_the_plugin_state_of_the_best_step(resumed: bool, tmp_path: Path) -> None:
-    """The learning rate ruins the model late: final/ holds the averaged weights of the best evaluation."""
-    from safetensors.torch import load_file
-
-    averages: dict[int, dict[str, torch.Tensor]] = {}
-
-    def averaging() -> Plan:
-        plan, average = planned(tmp_path, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant", max_steps=6), Average()
-        plan.recipe.state.append(average)
-        plan.recipe.events.append(calling(on_step_end=average.step_end))
-        plan.recipe.events.append(calling(on_step_end=lambda run, _: averages.update({run.step: dict(average.shadow)})))
-        plan.recipe.final_steps.append(average.final)
-        return plan
-
-    recorder = train_tiny(averaging(), tmp_path)
-    run = tmp_path / "run"
-    if resumed:
-        run = rewound(run, tmp_path / "again", 4)
-        api.execute(averaging(), run, cache=tmp_path / "cache", resume=True)
-    losses = {int(row["step"]): row["eval_f1"] for row in recorder.rows if "eval_f1" in row}
-    best = max(losses, key=lambda step: (losses[step], -step))
-    assert best < 6, "the test needs a best step before the last one"
-    saved = load_file(run / "final" / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in averages[best].items())
 
 
 def test_saved_fires_when_the_folder_is_complete(tmp_path: Path) -> None:

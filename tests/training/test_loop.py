@@ -113,28 +113,31 @@ def test_schedule_counts_steps_and_summary_names_the_best_one(tmp_path: Path) ->
     assert evaluations[summary["best_step"]] == summary["best_eval_f1"]
 
 
-def test_test_data_is_evaluated_once_with_the_best_weights(tmp_path: Path) -> None:
+def test_test_data_is_evaluated_once_with_the_best_weights_which_final_holds(tmp_path: Path) -> None:
+    """The learning rate ruins the model late."""
     write_samples(tmp_path / "test.jsonl", 30, seed=2)
-    job = tiny_job(
-        tmp_path / "data",
-        max_steps=8,
-        learning_rate=0.5,
-        eval_steps=1,
-        lr_scheduler_type="constant",
-        data={"test": str(tmp_path / "test.jsonl")},
+    data, rate = {"test": str(tmp_path / "test.jsonl")}, {"learning_rate": 0.5, "lr_scheduler_type": "constant"}
+    recorder = train_tiny(
+        plan_for(tiny_profile(), tiny_job(tmp_path / "data", max_steps=8, eval_steps=1, data=data, **rate)), tmp_path
     )
-    recorder = train_tiny(plan_for(tiny_profile(), job), tmp_path)
     (tested,) = [row for row in recorder.rows if "test_loss" in row]
+    losses = {int(row["step"]): row["eval_loss"] for row in recorder.rows if "eval_loss" in row}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_step"] < 8
     assert (summary["test_loss"], summary["test_f1"]) == (tested["test_loss"], tested["test_f1"])
-    again = tiny_job(tmp_path / "again", data={"eval": str(tmp_path / "test.jsonl")}, max_steps=1)
+    run = recorder.run
+    run.inner_model.load_state_dict(load_file(tmp_path / "run" / "final" / "model.safetensors"))
+    metrics = Evaluation(run).evaluate()
+    assert metrics is not None
+    assert metrics["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
+    again = tiny_job(tmp_path / "again", data={"eval": data["test"]}, max_steps=1)
     with build(plan_for(tiny_profile(), again), tmp_path / "other", tmp_path / "cache") as run:
         run.inner_model.load_state_dict(load_file(tmp_path / "run" / "final" / "model.safetensors"))
         metrics = Evaluation(run).evaluate()
     assert metrics is not None
     assert metrics["eval_f1"] == tested["test_f1"]
     assert metrics["eval_loss"] == pytest.approx(tested["test_loss"], rel=1e-6)
+    assert not list((tmp_path / "run").glob(".*")), "no temporary files are left"
 
 
 def test_workers_are_gone_after_a_run(tmp_path: Path) -> None:
@@ -143,24 +146,6 @@ def test_workers_are_gone_after_a_run(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     train_tiny(plan_for(tiny_profile(dataloader={"num_workers": 1}), job), tmp_path)
     assert {child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE} <= before
-
-
-def test_final_holds_the_best_weights(tmp_path: Path) -> None:
-    """The learning rate ruins the model late: final/ evaluates like the best step."""
-    from transformers import AutoModelForSequenceClassification
-
-    job = tiny_job(tmp_path / "data", max_steps=8, learning_rate=0.5, eval_steps=1, lr_scheduler_type="constant")
-    plan = plan_for(tiny_profile(), job)
-    recorder = train_tiny(plan, tmp_path)
-    losses = {int(row["step"]): row["eval_loss"] for row in recorder.rows if "eval_loss" in row}
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
-    run = recorder.run
-    run.inner_model.load_state_dict(saved.state_dict())
-    metrics = Evaluation(run).evaluate()
-    assert metrics is not None
-    assert metrics["eval_loss"] == pytest.approx(losses[summary["best_step"]], rel=1e-5)
-    assert not list((tmp_path / "run").glob(".*")), "no temporary files are left"
 
 
 @pytest.mark.parametrize(("metric", "expected"), [("eval_f2", "Did you mean 'eval_f1'"), ("perplexity", "Choose one of")])

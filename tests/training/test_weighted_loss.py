@@ -13,7 +13,7 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from training.float64 import tiny_run
 
-from hwopt.config.job import load_job, make_job
+from hwopt.config.job import make_job
 from hwopt.errors import InputError, PluginError
 from hwopt.tasks.labels import label_weights
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
@@ -132,9 +132,3 @@ def test_a_plugin_that_computes_the_loss_is_refused_with_label_smoothing(tmp_pat
     job = make_job(tiny_job(tmp_path, "causal-lm").document, ["task.label_smoothing=0.1"])
     with pytest.raises(PluginError, match=r"task\.label_smoothing: plugin 'fused_loss' .* computes the loss itself"):
         plan_for(replace(tiny_profile(fused_loss={}), chosen=frozenset({"fused_loss"})), job)
-
-
-def test_the_job_of_a_run_folder_repeats_the_weights(tmp_path: Path) -> None:
-    job = make_job(tiny_job(tmp_path / "data", max_steps=1).document, [WEIGHTED])
-    train_tiny(plan_for(tiny_profile(), job), tmp_path)
-    assert load_job(tmp_path / "run/job.toml").job.task.class_weights == {"colour": 3.5, "other": 0.2}
