@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -22,7 +21,6 @@ from hwopt.errors import DataError, InputError
 from hwopt.memory.trace.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
-from hwopt.report.terminal import Terminal, say, table
 from hwopt.runs.folder import run_folder
 from hwopt.testing import TINY_BERT, finished, write_samples
 
@@ -104,20 +102,13 @@ def kernel_from_the_hub(model: Path, trace: Path) -> None:
     change(model / "config.json", _attn_implementation="owner/kernel")
 
 
-def adapter_with_a_pickle(model: Path, trace: Path) -> None:
-    (model / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(model)}))
-    (model / "adapter_model.bin").write_bytes(pickle.dumps(Payload(trace)))
-
-
 def tokenizer_of_code(model: Path, trace: Path) -> None:
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     (model / "tokenizer.json").unlink()
     change(model / "tokenizer_config.json", tokenizer_class="Thing", auto_map={"AutoTokenizer": ["thing.Thing", None]})
 
 
-REFUSED = [
-    *(config_that_names_a_pickle, code_beside_the_config, kernel_from_the_hub, adapter_with_a_pickle, tokenizer_of_code),
-]
+REFUSED = [config_that_names_a_pickle, code_beside_the_config, kernel_from_the_hub, tokenizer_of_code]
 JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
 SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n"
 
@@ -197,19 +188,6 @@ def test_corrupt_cache_is_replaced(folder: Path) -> None:
     np.savez("trace.npz", **{"train.base/x": np.array([Payload(trace)], dtype=object)})
     assert cached_timelines(Path("trace.npz"), dict) == {}
     assert not trace.exists()
-
-
-CONTROL = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r\u202e\u2028\ud800"
-
-
-def test_terminal_escapes_control_characters() -> None:
-    screen = io.StringIO()
-    console = Terminal(file=screen, force_terminal=True, color_system=None, width=100)
-    say(console, "note", f"column {CONTROL}name")
-    console.print(table(("plugin", "decision", "why"), [(CONTROL, "x", f"a{CONTROL}b")]))
-    shown = screen.getvalue()
-    assert not [character for character in shown if not character.isprintable() and character != "\n"], repr(shown)
-    assert "\\x1b[2J" in shown
 
 
 OWN_CODE = """
