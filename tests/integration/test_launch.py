@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +127,6 @@ LONG = ["--set", "training.max_steps=100000"]
 def until_step(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert any(line.startswith("step 3/") for line in process.stdout), process.communicate()
-
-
-@pytest.mark.soak
-def test_signal_while_ranks_start(folder: Path) -> None:
-    """The ranks have no signal handlers yet."""
-    process = start(folder, *RUN, "--name", "early")
-    while process.poll() is None and len(running(" early ", folder)) < 3:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    assert end(process)[0] == 130
-    assert not running(" early ", folder)
-    assert not (folder / "runs").exists()
 
 
 def test_ranks_agree_on_one_run_folder(warm: None, tmp_path: Path) -> None:

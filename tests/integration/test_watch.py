@@ -5,16 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-import pytest
 from cli.test_cli import write_job
-from report.run_folders import log_rows, write_run
-from runs.test_record import owned
-from terminals import on_terminal
-
-from hwopt.cli import run_command
 
 HWOPT = (sys.executable, "-m", "hwopt")
 
@@ -37,17 +30,3 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path) -> No
     lines = watch.stdout.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == [f"{step}/40" for step in range(1, 41)]
     assert lines[-1] == f"{Path('runs', 'mine')}: done, 40 steps"
-
-
-def test_interrupt_restores_the_terminal_and_leaves_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    owned(write_run(tmp_path / "run", log_rows(), status=(None, "running")))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "sleep", interrupt)
-    shown = on_terminal(partial(run_command, ["report", "--watch", "run"]), 80)
-    assert (shown.exit_code, shown.cursor) == (0, True)
-    assert "running, step 100 of 100" in shown.text
-    assert "3.50 GiB" in shown.text
-    assert shown.lines[-1] == "Stopped watching. The run continues."
