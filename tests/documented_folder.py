@@ -88,11 +88,11 @@ def write_folder(folder: Path) -> None:
     write_tasks(folder)
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(folder: Path, rows: int = 40, seed: int = 3) -> None:
     """The data of docs/jobs.md for regression, multi-label and token classification."""
-    random_words = random.Random(3)
+    random_words = random.Random(seed)
     scores, topics, entities = ["text,score"], [], []
-    for _ in range(40):
+    for _ in range(rows):
         words = random_words.choices(WORDS, k=random_words.randint(3, 8))
         colours = [word for word in words if word in COLOURS]
         scores.append(f"{' '.join(words)},{len(colours) / len(words)}")
