@@ -52,12 +52,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("integration")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest test first, after pytest-randomly chose the order: at the end one worker would wait for it."""
-    items.sort(key=lambda item: "README.md" not in item.name)
-
-
 @pytest.fixture
 def real_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detection asks the real machine: for its own tests, which assert only what holds on every machine."""
