@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from event_calls import calling
-from plugin_cases import all_cases, cases
+from plugin_cases import COMPILES, all_cases, cases
 from pretend_cuda.counters import on_pretend_card
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
@@ -29,10 +29,16 @@ CARD = described("a card", (8, 6), 24.0)
 
 # bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
 @pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
-@pytest.mark.parametrize("name", Registry().names)
-def test_every_plugin_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in Registry().names), pytest.param("compile", True, marks=COMPILES)],
+    ids=lambda value: value if isinstance(value, str) else "compiled" * value,
+)
+def test_every_plugin_keeps_the_contract(name: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     its, hardware = cases(name), None
-    if its.hardware is not None:
+    if name == "compile" and not compiled:
+        hardware = its.hardware
+    elif its.hardware is not None:
         here = plan_for(tiny_profile(**{name: its.options}), tiny_job(tmp_path / "here", its.kind))
         if entry_of(name, here).decision == "skip" or (on_pretend_card() and not its.pretend):
             hardware = its.hardware

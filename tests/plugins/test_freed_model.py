@@ -15,11 +15,9 @@ from hwopt.plugin import RunView
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 TABLES: list[dict[str, Any]] = [
-    {},
     {"adapter": {"kind": "dora", "always": True}, "checkpointing": {}},
     {"fused_loss": {"backend": "torch"}, "pack": {}},
-    {"optimizer_in_backward": {"clipping": "off"}, "batch": {"train": 8}},
-    {"precision": {"dtype": "bf16", "level": "O2"}, "length_batching": {}},
+    {"optimizer_in_backward": {"clipping": "off"}, "batch": {"train": 8}, "precision": {"dtype": "bf16", "level": "pure"}},
 ]
 
 

@@ -18,9 +18,6 @@ from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast.measured import measure
-from hwopt.memory.trace.dry_run import Head, Shape
-from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning.inputs import Inputs
@@ -325,28 +322,6 @@ def test_logit_transforms_of_models_are_found(config, seen, tmp_path):
         assert facts[0].logit_transform is None
     else:
         assert seen in facts[0].logit_transform
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tables", [O2, LORA | BF16], ids=["all", "lora"])
-def test_planner_predicts_the_saved_memory(tables, tmp_path):
-    config = TINY_LLAMA | {"vocab_size": 20_000}
-    job, peaks = tiny_job(tmp_path / "data", "causal-lm", config=config), []
-    for chosen in ({"fused_loss": {}}, {}):
-        plan = plan_for(tiny_profile(**tables, **chosen), job)
-        trace = trace_plan(plan, 64, Head(2))
-        for what, scaled in (("train", trace.train), ("eval", trace.eval)):
-            predicted = scaled.at(16, 64).peak().bytes
-            # oneDNN copies a matrix into the layout of the CPU's AMX units; the trace, of any device, has no such copy
-            with torch.backends.mkldnn.flags(enabled=False):
-                # the profiler sometimes misses a release, so the smaller of two measurements counts
-                real = min(measure(plan, Shape(16, 64), Head(2), what).peak for _ in range(2))
-            assert predicted == pytest.approx(real, rel=0.01), what
-            peaks.append(predicted)
-    with_it, without = peaks[:2], peaks[2:]
-    assert with_it[0] < 0.5 * without[0]
-    assert with_it[1] < 0.5 * without[1]
 
 
 def loss_of_whole_logits(patch):

@@ -12,12 +12,11 @@ from hwopt.config.job import Data, Job, Model
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
-from hwopt.plugin import Context, Recipe, verify
+from hwopt.plugin import Context, verify
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens
 
 JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
 CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, JOB)
-CPU_CONTEXT = Context(described("a CPU", None, 16.0), {}, BERT_BASE, JOB)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
 
 
@@ -101,12 +100,6 @@ def test_step_that_the_host_bounds_is_not_split():
     assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256)) == 2
     assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256, host_tokens=2000)) == 1
     assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256, host_tokens=1000)) == 2
-
-
-def test_a_cpu_has_a_fixed_price():
-    options, recipe = LengthBatching(LengthBatching.Options()).probe(CPU_CONTEXT).options[0], Recipe()
-    LengthBatching(options).apply(recipe, CPU_CONTEXT)
-    assert recipe.cut([200, *[20] * 15], 16) == cut_by_length([200, *[20] * 15], 16, tokens=None, overhead_tokens=256)
 
 
 def test_evidence_compares_computed_tokens_with_the_plain_cut():
