@@ -11,6 +11,7 @@ from plugin_cases import Cases, Mutation, Refused
 from safetensors.torch import load_file
 
 from hwopt import api
+from hwopt.errors import NonFiniteError
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.written import ONE_CARD
@@ -76,6 +77,13 @@ def test_adapters_are_merged_and_saved_as_without_zero(tmp_path: Path) -> None:
     assert load_file(saved / "adapter_model.safetensors").keys() == (
         load_file(tmp_path / "plain" / "run" / "final" / "adapter" / "adapter_model.safetensors").keys()
     )
+
+
+def test_nonfinite_gradient_ends_the_run_before_the_update(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path / "data", max_steps=4, learning_rate=1e30)
+    plan = plan_for(tiny_profile(zero={"stage": 2, "offload": "none"}), job)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        train_tiny(plan, tmp_path)
 
 
 def decided(world_size: int = 1, **options: Any) -> Any:
