@@ -16,6 +16,7 @@ from hwopt.hosts.own_parts import OwnTask
 from hwopt.hosts.script_plan import Script, plan_for, task_of
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
+from hwopt.model.adapters import casts_outside_autocast
 from hwopt.planning.plan import Plan
 from hwopt.runs.execute import execute
 from hwopt.runs.folder import Target
@@ -66,15 +67,16 @@ def train_own(
     unnamed = found.plan.job.model.model_copy(update={"name": None, "config": {"model_type": type(model).__name__}})
     job = found.plan.job.model_copy(update={"model": unnamed})
     plan = replace(found.plan, job=job, notes=(*found.lines(), memory_line(found.plan, task)))
-    return execute(
-        plan,
-        target.folder(name),
-        Listeners(Notes(), *([listener] if listener else [])),
-        resume=target.checkpoint or bool(target.resume),
-        fresh=target.fresh,
-        next_folder=target.next_folder(name),
-        task=task,
-    )
+    with casts_outside_autocast(model, plan.hardware.device_type):
+        return execute(
+            plan,
+            target.folder(name),
+            Listeners(Notes(), *([listener] if listener else [])),
+            resume=target.checkpoint or bool(target.resume),
+            fresh=target.fresh,
+            next_folder=target.next_folder(name),
+            task=task,
+        )
 
 
 class Notes(Listener):

@@ -59,6 +59,8 @@ class Script:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
+    adapter: bool = False
+    """Whether the host adds an adapter to the model after the plan is made."""
     micro_rows: int | None = None
     """Rows that the script computes at once. The profile's number is no more; None: it is the profile's."""
 
@@ -122,7 +124,7 @@ def plan_for(
     model = transformers_model(model)
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
-    facts = facts_of_model(model)
+    facts = facts_of_model(model, script.adapter)
     sizes, more = sizes_of(script, before, tables)
     final = inputs.profile(profile, [*asked, *own, *sizes])
     plan = resolve(
@@ -157,20 +159,26 @@ def transformers_model(model: Any) -> Any:
     return next((module for module in inside if isinstance(module, PreTrainedModel)), model)
 
 
-def facts_of_model(model: Any) -> ModelFacts:
-    """The facts of a model of transformers, or of its config; of another module only what it shows itself."""
+def facts_of_model(model: Any, adapter: bool = False) -> ModelFacts:
+    """The facts of a model of transformers, or of its config; of another module only what it shows itself.
+
+    `adapter`: whether its weights will be frozen under one.
+    """
     model = transformers_model(model)
+    weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    frozen = adapter or sum(p.numel() if p.requires_grad else -p.numel() for p in weights) < 0
     config = getattr(model, "config", model)
     if hasattr(config, "model_type"):
         name = getattr(config, "_name_or_path", "") or config.model_type
         own = type(model) if isinstance(model, torch.nn.Module) else None
         found = model_facts(config, task_facts(task_of(model)), name, cache_folder() / "models", own)
-        return replace(found, router_loss=0.0)  # the loss is that of the script
+        return replace(found, router_loss=0.0, frozen=frozen)  # the loss is that of the script
     return ModelFacts(
         name=type(model).__name__,
         model_type="a module of yours",
         architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in weights),
+        frozen=frozen,
         layers=max((len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList)), default=0),
         logit_transform="is not a model of transformers",
     )

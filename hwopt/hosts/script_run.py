@@ -16,6 +16,7 @@ from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.script_plan import transformers_model
+from hwopt.model.adapters import casts_outside_autocast
 from hwopt.planning.parts import without
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Observation
@@ -130,6 +131,8 @@ class ScriptRun(PlannedRun):
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing = ExitStack()
+        self.stack = ExitStack()
+        """What ends with `process`."""
         self.backoff = OomBackoff("Training", plan.batch_option("train"), self.warn, last_resorts=last_resorts(self))
 
     @property
@@ -157,12 +160,16 @@ class ScriptRun(PlannedRun):
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
         if ScriptRun.active is not None:
             raise InputError("another plan is active in this process: end its training, session or Accelerator first")
-        with ExitStack() as stack:
+        with ExitStack() as self.stack:
             ScriptRun.active = self
-            stack.callback(setattr, ScriptRun, "active", None)
+            self.stack.callback(setattr, ScriptRun, "active", None)
             for enter in self.recipe.process:
-                stack.enter_context(guarded_context(enter))
+                self.stack.enter_context(guarded_context(enter))
             yield
+
+    def adapt(self, model: Any) -> None:
+        """Let the adapters in `model` compute without casts that change no bit, until `process` ends."""
+        self.stack.enter_context(casts_outside_autocast(model, self.device.type))
 
     def fitted(self, model: Any) -> Any:
         """`model`, with the attention kernel of the plan and after the plan's model steps."""

@@ -61,6 +61,7 @@ class Session:
         self.stack.callback(self.run.stop_observing)
         model = self.run.fitted(model)
         self.models[0] = model
+        self.run.adapt(model)
         hook = model.register_forward_pre_hook(lambda *_: self.begin_step())
         self.stack.callback(hook.remove)
         return model

@@ -10,6 +10,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -98,7 +99,7 @@ class OptimizedTrainer(Base):
         if model is None and given.get("model_init") is None:
             raise InputError("optimized() needs model= or model_init=")
         refuse_prepared(model)
-        script = script_of(args, lacks_of(type(self), args, given))
+        script = replace(script_of(args, lacks_of(type(self), args, given)), adapter=given.get("peft_config") is not None)
         found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
         self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
@@ -244,6 +245,7 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
     class Steps(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             run.model, run.inner_model = objects["model"], trainer.accelerator.unwrap_model(trainer.model)
+            run.adapt(run.inner_model)
             run.scheduler = objects.get("lr_scheduler")
             optimizer = objects["optimizer"]
             run.optimizer = getattr(optimizer, "optimizer", optimizer)

@@ -70,6 +70,8 @@ class ModelFacts:
     """Floating-point operations of a forward pass in matrix products and attention, per token of a short input."""
     values_per_token: float = 0.0
     """Elements that all other operations of a forward pass read and write, per token."""
+    frozen: bool = False
+    """Whether most weights of a loaded model have no gradients, as under an adapter. A plugin may freeze them later."""
     other_weights: Mapping[str, int] = field(default_factory=dict)
     """Matrices outside of linear layers and embeddings, such as fused experts: name (layers as *) -> number of weights."""
 
@@ -125,7 +127,7 @@ def model_class(config: PretrainedConfig, head: Head) -> type:
     return chosen
 
 
-FORMAT = 4
+FORMAT = 5
 """Of the cached facts; increase it when they are read in another way."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hwopt.model.adapters import casting_layers
 from hwopt.plugin import Events, RunView
 
 CAST = "frozen_weights_are_cast"
@@ -28,17 +29,15 @@ def is_norm(module: Any) -> bool:
 def cast_frozen(dtype: str, model: Any, run: RunView | None = None) -> Any:
     """`model`, with its frozen fp32 weights cast to `dtype` ("fp16" or "bf16"). Buffers stay: rotary frequencies need fp32.
 
-    PEFT's LoRA layers cast their input to the fp32 of the adapter, and autocast casts it back: they no longer do. Those of DoRA
-    compute norms of weights in the dtype of the input, so they do.
+    LoRA layers of PEFT no longer cast their inputs to fp32 (`hwopt.model.adapters`).
     """
     kept = [module for module in model.modules() if is_norm(module) or isinstance(module, torch.nn.Embedding)]
     in_fp32 = {id(p) for module in kept for p in module.parameters()} if dtype == "fp16" else set()
     for p in model.parameters():
         if p.dtype == torch.float32 and not p.requires_grad and id(p) not in in_fp32:
             p.data = p.data.to(DTYPES[dtype])
-    for module in model.modules():
-        if not getattr(module, "lora_variant", True):
-            module.cast_input_dtype_enabled = False
+    for layer in casting_layers(model):
+        layer.cast_input_dtype_enabled = False
     setattr(model, CAST, True)
     return model
 
