@@ -212,7 +212,8 @@ def replaced_part(model: Any) -> str:
 
 def from_libraries(function: Any) -> bool:
     """Whether the code of `function` is a library's. `functools.wraps` gives a script's function their `__module__`."""
-    where = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
+    owner = getattr(function, "__func__", function)
+    where: str = getattr(owner, "__globals__", {"__name__": type(owner).__module__}).get("__name__", "")
     return where.partition(".")[0] in ("transformers", "trl", "peft", "hwopt")
 
 

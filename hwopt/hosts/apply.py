@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from hwopt.errors import PluginError
 from hwopt.hosts.additivity import shifts_labels
+from hwopt.hosts.forward import Forward
 from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun, with_lines
@@ -122,7 +122,6 @@ def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run
     plain = model.forward
     shifted = shifts_labels(model)
 
-    @functools.wraps(plain)
     def forward(*inputs: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
         if labels is None or not model.training or named.get("return_dict") is False or LOSS_WORDS & named.keys():
             counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
@@ -140,7 +139,7 @@ def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run
         outputs.logits = None
         return outputs
 
-    model.forward = forward
+    model.forward = Forward(plain, forward)
 
 
 class Changes:

@@ -6,7 +6,6 @@ the plan did to the model itself (checkpointing, compilation) stays.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import inner, refuse_other_laws, rows_meet, shifts_labels, without_dropout
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
+from hwopt.hosts.forward import Forward, ForwardPreHook
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
 from hwopt.hosts.probe import is_rough, laws_that_agree, probed_rows, without_zeros
@@ -49,7 +49,7 @@ class Session:
         model = self.apply_to(self.model)
         if self.run.recipe.accelerator.get("mixed_precision") == "bf16":
             self.stack.callback(setattr, model, "forward", model.forward)
-            model.forward = functools.wraps(model.forward)(torch.autocast(self.run.device.type, torch.bfloat16)(model.forward))
+            model.forward = Forward(model.forward, torch.autocast(self.run.device.type, torch.bfloat16)(model.forward))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -62,7 +62,7 @@ class Session:
         model = self.run.fitted(model)
         self.models[0] = model
         self.run.adapt(model)
-        hook = model.register_forward_pre_hook(lambda *_: self.begin_step())
+        hook = model.register_forward_pre_hook(ForwardPreHook(self.begin_step))
         self.stack.callback(hook.remove)
         return model
 

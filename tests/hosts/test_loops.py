@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,36 @@ def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() 
         assert model(**batch).logits.dtype == torch.bfloat16
     assert model.forward == forward
     assert model(**batch).logits.dtype == torch.float32
+
+
+def saved(model: Any) -> Any:
+    """`model` from a file that `torch.save` wrote."""
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def in_session(model: Any) -> Any:
+    return hwopt.session("cpu", model, rows=16)
+
+
+def applied(model: Any) -> Any:
+    return hwopt.apply(model, ["fused_loss", "checkpointing"], fused_loss={"backend": "torch"})
+
+
+@pytest.mark.parametrize("host", [in_session, applied])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
+def test_model_can_be_copied_and_saved_while_it_trains(host: Callable[[Any], Any], copied: Callable[[Any], Any]) -> None:
+    """The copy computes with weights of its own, without what the plan did to the forward method."""
+    model, batch = llama(), batches(classes=False)[0]
+    wanted = model(**batch).logits
+    with host(model):
+        again = copied(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert torch.allclose(again(**batch).logits, wanted, atol=1e-6)
+        assert "hwopt" not in {type(hook).__module__.partition(".")[0] for hook in again._forward_pre_hooks.values()}
 
 
 def test_mistakes_are_refused_by_name() -> None:
