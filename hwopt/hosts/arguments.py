@@ -84,7 +84,8 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
         if hasattr(args, "mixed_precision"):  # derived when the arguments were made
             args.mixed_precision = precision
     for key, name in LOADER.items():
-        if key in recipe.loader:
+        # persistent workers would not see what a callback changes in the dataset between two epochs
+        if key in recipe.loader and key != "persistent_workers":
             random = " (random masks and augmentations differ in workers)" if key == "num_workers" and recipe.loader[key] else ""
             put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]") + random)
     applied = {entry.name: entry.author for entry in plan.applied()}

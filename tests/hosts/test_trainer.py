@@ -439,3 +439,32 @@ def test_process_is_as_before_afterwards(tmp_path: Path) -> None:
     train(optimized(sdpa={"prefer": ["efficient", "math"]}), tmp_path, max_steps=1)
     assert (state(), dict(vars(Trainer))) == (before, methods)
     assert json.loads((tmp_path / "status.json").read_text())["message"] == "done"
+
+
+class Shrinks(torch.utils.data.Dataset[Any]):
+    """Rows that are cut to `length` tokens."""
+
+    length = 60
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = rows(16)[index]
+        return row | {"input_ids": row["input_ids"][: self.length]}
+
+
+class Shortens(Log):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        objects["train_dataloader"].dataset.length //= 4
+
+
+def test_dataset_that_a_callback_changes_between_epochs_is_seen_by_workers(tmp_path: Path) -> None:
+    def steps(cls: Any, folder: Path) -> Steps:
+        reset()
+        args = arguments(folder, max_steps=-1, num_train_epochs=2)
+        cls(bert(), args, partial(padded, classes=True), Shrinks(), callbacks=[log := Shortens()]).train()
+        return log.steps
+
+    found = steps(optimized(dataloader={"num_workers": 1}), tmp_path / "ours")
+    assert farthest(found, steps(Trainer, tmp_path / "plain")) < CLOSE
