@@ -126,7 +126,6 @@ class Session:
             self._confirm(batch, loss)
         trained = list(self._trained())
         first = all(parameter.grad is None for parameter in trained)
-        repeats = bool(self.additive) and self.run.world_size == 1 and first
         before = len(self.parts)
         while True:
             total = torch.zeros((), device=self.run.device)
@@ -138,14 +137,31 @@ class Session:
                 self.run.backoff.step_succeeded()
                 return total
             except torch.OutOfMemoryError as error:
-                if not first:
-                    error.add_note("hwopt repeats the first batch of a step only: the gradients of earlier ones would be lost")
-                if not repeats:
+                if why := self._why_not_repeated(first):
+                    error.add_note(why)
                     raise
                 reason = first_line(error)
             # after the except block: the exception's frames keep tensors alive
             del self.parts[before:]
             self.run.make_smaller(trained, rows_of(batch) or 1, reason)
+
+    def _why_not_repeated(self, first: bool) -> str:
+        """Why a batch that ran out of memory is not repeated, and what to do; "" if it is. `first`: of the step.
+
+        The failed backward pass has added some of its gradients to those of earlier batches. These cannot be computed again: the
+        function of the loss may read variables of the loop, which belong to the present batch by now.
+        """
+        if not self.additive:
+            return 'hwopt splits a batch, and repeats it in smaller parts, if you say additive="rows", "labels" or "sum"'
+        lower = f"lower {self.run.plan.batch_option('train')} (now {self.run.batch.train} rows at once)"
+        if self.run.world_size > 1:
+            return f"hwopt does not repeat a batch on several ranks: {lower}"
+        if not first:
+            return (
+                "hwopt repeats only the first batch of a step: gradients of this one may be in the weights already. Pass all "
+                f"rows of a step as one batch, which is split and repeated as a whole, or {lower}"
+            )
+        return ""
 
     def _trained(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of all models and optimizers; one of both comes twice."""

@@ -32,7 +32,7 @@ class Outside:
 
 @contextmanager
 def casts_outside_autocast(model: torch.nn.Module, device_type: str) -> Iterator[None]:
-    """A block in which LoRA layers cast no input under autocast. Those with dropout do: it draws other numbers for another dtype."""
+    """A block in which LoRA layers cast no input under autocast, except before dropout, whose numbers depend on the dtype."""
     layers = [
         layer
         for layer in casting_layers(model)

@@ -261,6 +261,29 @@ def test_repeated_step_frees_the_gradients_of_all_optimizers_and_of_a_second_mod
     assert farthest(found, with_two_optimizers(accelerate.Accelerator, 2)) < CLOSE
 
 
+@pytest.mark.parametrize(
+    ("additive", "earlier", "advice"),
+    [
+        ("rows", 1, "as one batch, which is split and repeated as a whole, or lower plugins.batch.train (now 16 rows"),
+        (None, 0, "say additive"),
+    ],
+)
+def test_batch_that_is_not_repeated_says_what_to_do(additive: str | None, earlier: int, advice: str) -> None:
+    model, settings = bert(), WHOLE if additive else {"precision": False}
+
+    def loss(inputs: Any) -> Any:
+        return model(**inputs).loss
+
+    with hwopt.session("cpu", model, rows=16, additive=additive, **settings) as own:
+        own.optimizer(model.parameters())
+        for batch in batches()[:earlier]:
+            own.accumulate(batch, loss)
+        model.register_forward_pre_hook(memory_of(TOKENS), with_kwargs=True)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            own.accumulate(batches()[1], loss)
+    assert advice in " ".join(raised.value.__notes__)
+
+
 def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
     batch = batches()[0]
     values: Any = tuple(batch.values())
