@@ -333,13 +333,20 @@ def test_batch_that_is_not_split_and_does_not_fit_says_why(tmp_path: Path) -> No
 
 
 def test_batch_without_a_label_leaves_the_logged_loss(tmp_path: Path) -> None:
-    """The Trainer leaves a loss that is not a number out of what it logs; the other batches of the step count."""
+    """A loss that is not a number does not count, as docs/your-script.md says; the Trainer logs an estimate in its place."""
     data = [row | {"label": -100 if number % 16 < 8 else row["label"]} for number, row in enumerate(rows(32))]
-    own, collator = arguments(tmp_path, max_steps=2), partial(padded, classes=True)
-    trainer = optimized()(bert(), own, train_dataset=data, data_collator=collator)
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
-    trainer.train()
-    assert all(entry["loss"] > 0.1 for entry in trainer.state.log_history if "loss" in entry)
+
+    def steps(cls: Any) -> Steps:
+        reset()
+        own, collator = arguments(tmp_path, max_steps=2), partial(padded, classes=True)
+        trainer = cls(bert(), own, train_dataset=data, data_collator=collator, callbacks=[log := Log()])
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
+        trainer.train()
+        return log.steps
+
+    found = steps(optimized())
+    assert all(loss > 0.1 for loss, _ in found)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in steps(Trainer)], rel=CLOSE)
 
 
 def test_second_training_forgets_the_error_of_the_first(tmp_path: Path) -> None:
