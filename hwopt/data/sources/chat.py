@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hwopt.data.sources.column_types import without_nulls
 from hwopt.text import first_line, truncate
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ SHAREGPT_ROLES = {
 }
 """The name of the speaker in ShareGPT's format -> role."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FORMER_ROLES = {"function": "tool"}
+"""OpenAI's former name of a role -> its name."""
 CALLS = "function_call"
 """The speaker of a tool call in ShareGPT's format, and the former key for one in OpenAI's."""
 TRAIN_MARKS = ("weight", "train", "training", "loss")
@@ -216,9 +219,9 @@ def message_of(value: Any, number: int) -> Message:
         message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), "content": value, **message}
     if CALLS in message:
         message["tool_calls"] = message.pop(CALLS)
-    if calls := message.get("tool_calls"):
+    if calls := message.pop("tool_calls", None):  # templates take an empty list for calls, and write no content
         message["tool_calls"] = [with_arguments(call, number) for call in (calls if isinstance(calls, list) else [calls])]
-    role = message.get("role")
+    role = message["role"] = FORMER_ROLES.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
         raise BadConversation(f"message {number} has the role {truncate(role)}; expected one of {', '.join(ROLES)}")
     content = message.get("content", "")
@@ -265,13 +268,6 @@ def is_trained(mark: Any, what: str) -> bool:
     if mark not in (0, 1):
         raise BadConversation(f"{what} is {truncate(mark)}; expected 0, 1, true or false")
     return bool(mark)
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without keys that are null: a column of objects has every key of all rows."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def alpaca_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> list[Message]:

@@ -30,6 +30,13 @@ def holds_objects(kind: Any) -> bool:
     return bool(pa.types.is_struct(kind)) or (is_list(kind) and holds_objects(kind.value_type))
 
 
+def without_nulls(value: Any) -> Any:
+    """`value` without keys that are null, which Arrow adds to objects."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def class_names(table: pa.Table, name: str) -> list[str] | None:
     """The class names of a column of ClassLabel of `datasets`, or of lists of it, by number; None for other columns."""
     features = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}

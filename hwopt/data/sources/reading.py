@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
 from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
-from hwopt.data.sources.column_types import class_names
+from hwopt.data.sources.column_types import class_names, holds_objects, without_nulls
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.location import expand, extension, locate, path_of
 from hwopt.data.sources.rows import ReadOptions, Rows
@@ -184,13 +184,17 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
     """(column of all parts, row -> value in the file, as in `Rows.non_strings`)."""
     import pyarrow as pa
 
-    originals: dict[int, Any] = {}
-    start = 0
-    for rows in parts:
-        originals |= {start + row: value for row, value in rows.non_strings.get(name, {}).items()}
-        start += rows.table.num_rows
     columns = [find_column(rows.table, name, rows.source) for rows in parts]
     columns = [column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in columns]
+    originals: dict[int, Any] = {}
+    start = 0
+    for rows, column in zip(parts, columns, strict=True):
+        values = rows.non_strings.get(name, {})
+        if not values and holds_objects(column.type) and any(column.type != other.type for other in columns):
+            # one type for all gives their objects more keys, and makes the integer 1 the float 1.0
+            values = {row: without_nulls(value) for row, value in enumerate(column.to_pylist()) if value is not None}
+        originals |= {start + row: value for row, value in values.items()}
+        start += rows.table.num_rows
     try:
         tables = [pa.table({name: column}) for column in columns]
         return pa.concat_tables(tables, promote_options="permissive")[name], originals

@@ -115,6 +115,7 @@ def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokeni
         ({"messages": json.dumps(MESSAGES)}, ("messages",)),
         ({"conversations": SHAREGPT}, ("conversations",)),
         ({"messages": [{**one, "tool_calls": None, "name": None} for one in MESSAGES]}, ("messages",)),
+        ({"messages": [{**one, "tool_calls": []} for one in MESSAGES]}, ("messages",)),
         ({"messages": [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in MESSAGES]}, ("messages",)),
     ],
 )
@@ -193,6 +194,28 @@ def test_arguments_are_those_of_the_file_with_its_nulls(kind: str, tmp_path: Pat
 
 def test_parquet_has_no_nulls_in_arguments(tmp_path: Path) -> None:
     assert called(tmp_path, "parquet") == [{"a": 1}, {"a": 2.5, "c": {}}]
+
+
+@pytest.mark.parametrize("other", ["objects", "text"])
+def test_parquet_beside_another_file_keeps_the_arguments_of_each_row(other: str, tmp_path: Path) -> None:
+    """The joined column has one type, whose objects have all keys and whose numbers are floats."""
+    arguments = [{"a": 1}, {"b": "x"}, {"a": 2.5, "c": None}]
+    chats = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": each}]}]
+        for each in arguments
+    ]
+    pyarrow.parquet.write_table(pa.Table.from_pylist([{"messages": chat} for chat in chats[:2]]), tmp_path / "a.parquet")
+    last = write_jsonl(tmp_path / "b.jsonl", [{"messages": json.dumps(chats[2]) if other == "text" else chats[2]}])
+    rows = read_all([str(tmp_path / "a.parquet"), last], None, ReadOptions())
+    calls = [chat.messages[1]["tool_calls"][0] for chat in read_conversations(rows, ["messages"]) if chat]
+    found = [call["function"]["arguments"] for call in calls]
+    assert json.dumps(found) == json.dumps(arguments)
+
+
+def test_former_role_of_tool_results_is_read() -> None:
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    messages = [MESSAGES[0], call, {"role": "function", "name": "f", "content": "3"}]
+    assert conversation_of({"messages": messages}, ("messages",)).messages[2] == {"role": "tool", "name": "f", "content": "3"}
 
 
 @pytest.mark.parametrize("value", ["add", '{"name": "add", "arguments": "{"}'])
