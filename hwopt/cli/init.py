@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, quiet_libraries, quiet_transformers
-from hwopt.errors import InputError
+from hwopt.errors import HwoptError, InputError
 from hwopt.system.paths import refuse_output, write_text
-from hwopt.text import cut, nearest, printable
+from hwopt.text import cut, first_line, nearest, printable
 
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
 """Keys of `data` that name columns."""
 
+EXAMINED_CHATS = 1_000
 LONGEST_QUESTION = 70
 """Letters of a question with its answers; the answers of a longer one come before it."""
 
@@ -59,7 +60,19 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     )
     write_text(output, proposal.text(output), new=True)
     say(console, "written", str(output))
+    for note in chat_notes(output, proposal.profile) if columns.chat else ():
+        say(console, "data", note)
     click.echo("\n" + printable("\n".join(proposal.commands(output))))
+
+
+def chat_notes(job: Path, profile: str) -> Sequence[str]:
+    """What a run of `job` says about its first conversations: how answers are found, what the template leaves out."""
+    from hwopt import api
+
+    try:
+        return api.preview(profile, job, assignments=[f"data.max_rows={EXAMINED_CHATS}"]).notes
+    except HwoptError as error:  # the job is written, and `hwopt plan` says the same
+        return [first_line(error)]
 
 
 class Questions:

@@ -36,6 +36,25 @@ def test_written_job_can_be_planned_and_previewed(tmp_path: Path) -> None:
     assert hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).returncode == 0
 
 
+def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
+    rows = [[MESSAGES[0], MESSAGES[1] | ({"reasoning_content": "A greeting"} if row % 4 == 0 else {})] for row in range(20)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "the chat template does not write the reasoning_content of 5 of 20 conversations, the first one at" in made.stdout
+    assert "answers end with <|im_end|>" in made.stdout
+
+
+def test_conversations_that_cannot_be_used_are_named_and_the_job_is_written(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    row = {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "the chat template does not write the tool calls" in made.stdout
+    assert written(tmp_path).data.messages == "messages"
+
+
 def answering(*answers: str) -> io.StringIO:
     terminal = io.StringIO("".join(answer + "\n" for answer in answers))
     terminal.isatty = lambda: True  # type: ignore[method-assign]
