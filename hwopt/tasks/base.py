@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,10 @@ class Task(ModelBuilder):
 
             options["weight"] = torch.tensor(prepared.class_weights, device=device)
         return partial(self.loss, **options) if options else self.loss
+
+    def guessed_loss(self, prepared: Prepared, vocab_size: int) -> float | None:
+        """The `loss` of a model that gives every label the same probability; None if unknown. `vocab_size`: 0 if unknown."""
+        return math.log(vocab_size) if self.facts.target == "next_token" and vocab_size > 1 else None
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         """Empty metrics for one evaluation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,9 @@ class Classes(Task):
             absent = [truncate(name) for name in trained.label_names if name not in present]
             found[:0] = [f"the evaluation data has no {self.absent} {listing(absent)}"] if absent else []
         return found
+
+    def guessed_loss(self, prepared: Prepared, vocab_size: int) -> float | None:
+        return math.log(max(len(prepared.label_names or ()), 2))
 
     def with_class_weights(self, prepared: Prepared, job: Job) -> Prepared:
         labels, names = prepared.train.array("labels"), prepared.label_names or ()

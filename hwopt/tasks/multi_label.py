@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -116,6 +117,9 @@ class MultiLabel(Classes, LabelledTexts):
 
         smoothed = targets * (1 - smoothing) + smoothing / 2 if smoothing else targets
         return functional.binary_cross_entropy_with_logits(outputs.logits.float(), smoothed, reduction="sum"), targets.numel()
+
+    def guessed_loss(self, prepared: Prepared, vocab_size: int) -> float | None:
+        return math.log(2)  # each label is one of two
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import LabelSetMetrics

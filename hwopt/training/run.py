@@ -151,6 +151,11 @@ class Run(PlannedRun):
         """The loss of an evaluation, without class weights, label smoothing and load balancing."""
         return self.recipe.loss or self.task.loss
 
+    @cached_property
+    def guessed_loss(self) -> float | None:
+        """The loss of equal probabilities for all labels; None if it is not known."""
+        return self.task.guessed_loss(self.prepared, self.plan.model.vocab_size)
+
     @property
     def notes(self) -> list[str]:
         """Notes of the data preparation, for the user."""

@@ -25,6 +25,8 @@ ENOUGH = 5
 """Log points needed before a loss can be called a spike."""
 DEVIATIONS = 6.0
 """Standard deviations over the median that a spike exceeds."""
+WORSE_THAN_A_GUESS = 2.0
+"""A loss so many times that of equal probabilities is worse than no training."""
 LEAST_RISE = 0.25
 """Least rise of a spike, as a part of the first losses: late in training the standard deviation alone may be close to 0."""
 
@@ -84,6 +86,8 @@ class LoggedInterval:
     """Micro-batches whose loss was not finite."""
     scale: float | None = None
     """The loss scale; None without a loss scaler."""
+    guess: float | None = None
+    """The loss of equal probabilities for all labels; None in the warm-up, and if the loss has none."""
 
     def skipped_steps(self) -> list[int]:
         """The steps whose update was skipped."""
@@ -102,6 +106,8 @@ class DivergenceMonitor:
     nonfinite_losses: int = 0
     """Micro-batches whose loss was not finite."""
     history: LossHistory = field(default_factory=LossHistory)
+    worse_than_a_guess: bool = False
+    """Whether a loss was. It is reported once."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -110,7 +116,7 @@ class DivergenceMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_updates, self.in_a_row = state["skipped_updates"], state["in_a_row"]
         self.nonfinite_losses = state["nonfinite_losses"]
-        self.history = LossHistory(**state["history"])
+        self.history, self.worse_than_a_guess = LossHistory(**state["history"]), state["worse_than_a_guess"]
 
     def observe(self, training: Training, total_steps: int, row: LoggedInterval) -> tuple[list[str], NonFiniteError | None]:
         """Count one log interval. Returns the warnings to show, and the error if the run must stop."""
@@ -118,6 +124,7 @@ class DivergenceMonitor:
         try:
             warnings += self._check_gradients(training, total_steps, row)
             warnings += self._check_losses(training, row)
+            warnings += self._check_guess(training, row)
             warnings += self._check_spike(training, row)
         except NonFiniteError as error:
             return warnings, error
@@ -169,6 +176,18 @@ class DivergenceMonitor:
         return [
             f"the loss of {row.nonfinite_losses} micro-batch(es) was not finite at or before step {row.step}; "
             "the mean loss excludes them"
+        ]
+
+    def _check_guess(self, training: Training, row: LoggedInterval) -> list[str]:
+        """Return a warning for the first loss that is far above that of a guess: no log points before it are needed."""
+        if training.loss_spike == "off" or row.guess is None or self.worse_than_a_guess:
+            return []
+        self.worse_than_a_guess = row.loss > WORSE_THAN_A_GUESS * row.guess
+        if not self.worse_than_a_guess:
+            return []
+        return [
+            f"the loss is {row.loss:.4g} at step {row.step}; a model that gives every label the same probability has "
+            f"{row.guess:.4g}. Lower training.learning_rate, or check that model and tokenizer belong together"
         ]
 
     def _check_spike(self, training: Training, row: LoggedInterval) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import NonFiniteError
+from hwopt.training.optimizer import warmup_steps
 from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval
 from hwopt.training.telemetry.interval import Counts, Interval, joined
 
@@ -204,7 +205,8 @@ class Telemetry:
             self.loss_steps += steps
         row |= {"loss": loss, "grad_norm": norms[-1]}
         run = self.run
-        interval = LoggedInterval(int(row["step"]), norms, loss, int(nonfinite_losses), scale)
+        guess = run.guessed_loss if row["step"] > warmup_steps(run.training, run.total_steps) else None
+        interval = LoggedInterval(int(row["step"]), norms, loss, int(nonfinite_losses), scale, guess)
         self.messages, self.stop_error = self.divergence.observe(run.training, run.total_steps, interval)
         if self.divergence.skipped_updates:
             row["skipped_updates"] = self.divergence.skipped_updates

@@ -84,6 +84,7 @@ def test_state_dict_restores_counts_and_history() -> None:
         "in_a_row": 1,
         "nonfinite_losses": 3,
         "history": {"recent": [2.0, 1.5], "first_level": 2.0, "above": 4},
+        "worse_than_a_guess": True,
     }
     monitor = DivergenceMonitor()
     monitor.load_state_dict(state)
@@ -106,6 +107,25 @@ def test_loss_spike_option_warns_stops_or_ignores(follows: str, tmp_path: Path, 
         return
     recorder = train_tiny(plan, tmp_path)
     assert sum("the loss rose to" in line for line in recorder.warnings) == (1 if follows == "warn" else 0), recorder.losses
+
+
+def test_loss_far_above_a_guess_warns_at_the_first_log_point_after_the_warm_up() -> None:
+    monitor, training = DivergenceMonitor(), Training()
+    found = [
+        monitor.observe(training, 100, LoggedInterval(step, [1.0], loss, guess=guess))
+        for step, loss, guess in [(1, 25.0, None), (2, 11.0, 5.66), (3, 25.0, 5.66), (4, 30.0, 5.66)]
+    ]
+    assert [len(warnings) for warnings, _ in found] == [0, 0, 1, 0]
+    assert "the loss is 25 at step 3; a model that gives every label the same probability has 5.66" in found[2][0][0]
+    off = DivergenceMonitor().observe(Training(loss_spike="off"), 100, LoggedInterval(3, [1.0], 25.0, guess=5.66))
+    assert off == ([], None)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_learning_rate_that_is_far_too_high_is_named_at_once(warmup: int, tmp_path: Path) -> None:
+    training = {"max_steps": 4, "learning_rate": 1e3, "max_grad_norm": 0, "logging_steps": 1, "warmup_steps": warmup}
+    recorder = train_tiny(plan_for(tiny_profile(), tiny_job(tmp_path / "data", **training)), tmp_path)
+    assert sum("gives every label the same probability" in line for line in recorder.warnings) == (not warmup), recorder.losses
 
 
 def spiking_schedule(run: Any) -> Any:

@@ -31,6 +31,7 @@ def make_run(folder: Path, total_steps: int = 6, **training: Any) -> Any:
         total_steps=total_steps,
         training=tiny_job(folder, **({"logging_steps": 2} | training)).job.training,
         progress=SimpleNamespace(peers_lost=False),
+        guessed_loss=None,
         task=SimpleNamespace(facts=task_facts("text-classification")),
         engine=SimpleNamespace(norm=torch.tensor(1.0), loss_scale=lambda: None),
         scheduler=SimpleNamespace(base_lrs=[1e-3], lr_lambdas=[lambda step: 1.0], last_epoch=1),
