@@ -128,7 +128,7 @@ class Screen(Listener):
         if verdict := summary.get("verdict"):
             say(self.console, "verdict", f"{verdict['limit']}: {verdict['figure']}. Next: {verdict['next']}")
         self.show_warnings(run)
-        say(self.console, "model", f"{run.folder / 'final'} (open it with from_pretrained)")
+        say(self.console, "model", f"{run.folder / 'final'}, {weights_text(summary)} (open it with from_pretrained)")
         if hasattr(run.skeleton, "save_pretrained"):  # another model is built in Python
             say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))} FILE -o predictions.csv")
 
@@ -141,6 +141,15 @@ class Screen(Listener):
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
+
+
+def weights_text(summary: Summary) -> str:
+    """Which weights `final/` holds."""
+    best = [(key.removeprefix("best_"), value) for key, value in summary.items() if key.startswith("best_eval_")]
+    if "best_step" not in summary or not best:
+        return f"the weights of step {summary['step']:,}, the last one: nothing was evaluated"
+    (metric, value), *_ = best
+    return f"the weights of step {summary['best_step']:,}, which has the best {metric}: {value:.4g}"
 
 
 class Speed:

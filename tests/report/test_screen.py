@@ -61,6 +61,21 @@ def test_remaining_time_leaves_out_the_first_log_point() -> None:
     assert speed.seconds_left(10) == timedelta(seconds=2)
 
 
+@pytest.mark.parametrize(
+    ("best", "weights"),
+    [
+        ({"best_step": 1_200, "best_eval_f1": 0.91}, "the weights of step 1,200, which has the best eval_f1: 0.91"),
+        ({}, "the weights of step 2,000, the last one: nothing was evaluated"),
+    ],
+)
+def test_last_lines_say_which_weights_are_kept(best: dict[str, float], weights: str) -> None:
+    output = StringIO()
+    run = run_of(2_000, 2_000)
+    run.skeleton = None
+    Screen(Terminal(file=output)).on_finish(run, {"step": 2_000, **best})
+    assert f"model: runs/x/final, {weights} (open it with from_pretrained)" in output.getvalue()
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_evidence_lists_what_is_not_active(verbose: bool) -> None:
     output = StringIO()
