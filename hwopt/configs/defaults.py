@@ -15,7 +15,7 @@ from hwopt.configs.view import ConfigSetting, View
 
 Defaults = Mapping[str, Any]
 """Word -> value."""
-TRAINING_ARGUMENTS: Defaults = {"per_device_train_batch_size": 8}
+TRAINING_ARGUMENTS: Defaults = {"per_device_train_batch_size": 8, "seed": 42}
 SFT_CONFIG: Defaults = {
     **TRAINING_ARGUMENTS,
     "learning_rate": 2e-5,
@@ -25,15 +25,18 @@ SFT_CONFIG: Defaults = {
 }
 AXOLOTL: Defaults = {
     "per_device_train_batch_size": 1,
+    "seed": 42,
     "num_train_epochs": 1,
     "max_length": 512,
     "lr_scheduler_type": "cosine",
     "warmup_ratio": 0.03,
 }
-LLAMA_FACTORY: Defaults = {"per_device_train_batch_size": 8, "max_length": 2048}
+LLAMA_FACTORY: Defaults = {**TRAINING_ARGUMENTS, "max_length": 2048}
 LORA_CONFIG: Defaults = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": "default"}
 MODEL_CONFIG: Defaults = {"lora_dropout": 0.05, "lora_target_modules": "default"}
 """TRL's ModelConfig, which its command line reads; its rank and alpha are hwopt's."""
+LAST_WEIGHTS: Defaults = {"load_best_model_at_end": False}
+"""Where a file has data for evaluation."""
 ONCE_QUANTIZED: Defaults = {"bnb_4bit_use_double_quant": False}
 SAME = {
     "per_device_train_batch_size": ("effective_batch_size",),
@@ -47,6 +50,8 @@ SAME = {
 def defaults_of(view: View) -> Iterator[tuple[str, Defaults]]:
     """(whose, defaults) of the tool that reads the file of `view`; nothing for a script's own words."""
     adapter = view.is_on("use_peft")
+    if not view.tool.startswith("hwopt") and ("validation_file" in view or view.number("eval_fraction")):
+        yield "transformers", LAST_WEIGHTS
     if view.tool == "axolotl":
         yield "axolotl", AXOLOTL
     elif view.tool == "llama-factory":

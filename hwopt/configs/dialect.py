@@ -12,6 +12,8 @@ from hwopt.configs.words import word_of
 
 Values = Mapping[Any, Any]
 Special = Callable[[View, Entry], None]
+NOTHING = (None, "none", "None", False)
+"""Values of a key that is not set."""
 
 
 @dataclass(frozen=True)

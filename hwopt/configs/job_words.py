@@ -117,7 +117,7 @@ def evaluation_split(view: View, word: str, value: Any) -> JobValue | Omitted:
 
 
 def template(view: View, word: str, value: Any) -> JobValue | Omitted:
-    if str(value).endswith((".jinja", ".j2", ".jinja2", ".txt")):
+    if value == "chatml" or str(value).endswith((".jinja", ".j2", ".jinja2", ".txt")):
         return ("data", "chat_template"), value
     return without(f"the template of another tokenizer: save that of {value!r} as a file, for data.chat_template")
 

@@ -1,4 +1,4 @@
-"""Further keys that a tool has, for rules about misspelled and former names. `dialects` has the keys that hwopt reads.
+"""Further keys that a tool has, for rules about misspelled and former names. `dialects` and `launchers` have those that are read.
 
 axolotl: https://docs.axolotl.ai/docs/config-reference.html, and the arguments of its integrations
 LLaMA-Factory: https://github.com/hiyouga/LLaMA-Factory/tree/main/src/llamafactory/hparams
@@ -15,7 +15,7 @@ from hwopt.configs.words import FORMER_NAMES, Former, names
 AXOLOTL = """
     activation_offloading adam_beta3 adam_epsilon2 added_tokens_overrides attn_implementation auto_resume_from_checkpoints
     base_model_config batch_flattening bench_dataset bench_split bfloat16 bnb_config_kwargs center_rewards_coefficient
-    chat_template chat_template_jinja chat_template_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks cls_model_config
+    chat_template_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks cls_model_config
     comet_api_key comet_experiment_config comet_experiment_key comet_mode comet_online comet_project_name comet_workspace
     context_parallel_size cosine_constant_lr_ratio cosine_min_lr_ratio cpo_alpha curriculum_sampling cut_cross_entropy
     dataset_exact_deduplication dataset_keep_in_memory dataset_num_proc dataset_shard_idx dataset_shard_num ddp deepcompile

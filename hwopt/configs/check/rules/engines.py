@@ -11,7 +11,7 @@ from pathlib import Path
 from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import FEATURES, is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
-from hwopt.configs.dialects import DEEPSPEED
+from hwopt.configs.launchers import DEEPSPEED
 from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
 from hwopt.configs.words import names
