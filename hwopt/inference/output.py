@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
+from hwopt.data.sources.column_types import values_type
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.system.paths import refuse_output, writing
 from hwopt.text import listing
@@ -81,13 +82,12 @@ class CsvWriter(Writer):
     """Comma-separated UTF-8. Missing values are empty, nested ones and booleans are JSON."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
+        # csv quotes the characters of its line end: with the default one also a lone "\r", which would end the row
+        rows = csv.writer(SimpleNamespace(write=lambda row: self.file.write(f"{row[:-2]}\n".encode())))
         if not self.started:
             rows.writerow([*table.column_names, *columns])
         values = [*map(values_of, table.columns), *columns.values()]
         rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
-        self.file.write(text.getvalue().encode())
         self.file.flush()
 
 
@@ -98,8 +98,7 @@ def values_of(column: pa.ChunkedArray) -> list[Any]:
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
-        values = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-        raw = values.cast(pa.large_binary()).to_pylist()
+        raw = column.cast(values_type(column.type)).cast(pa.large_binary()).to_pylist()
         return [None if value is None else value.decode("utf-8", "replace") for value in raw]
 
 

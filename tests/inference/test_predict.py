@@ -15,6 +15,7 @@ from transformers import pipeline
 
 from hwopt import api
 from hwopt.cli import run_command
+from hwopt.data.sources.tables import read_rows
 from hwopt.errors import DoesNotFitError, StorageError
 from hwopt.inference import predict as predict_module
 from hwopt.inference.output import free_names, replacing
@@ -66,6 +67,14 @@ def test_lists_and_booleans_in_csv_are_json_in_the_columns_of_the_input_and_in_n
         {"tokens": '["a", "ß"]', "label": "true", "predicted_tags": '["O", "B-X"]'},
         {"tokens": '["c"]', "label": "", "predicted_tags": ""},
     ]
+
+
+def test_a_lone_carriage_return_in_a_cell_ends_no_row(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["one\rtwo", "three\r\nfour", "five"]})
+    with replacing(output := tmp_path / "out.csv", {"predicted_label": str}) as writer:
+        writer.write(table, {"predicted_label": ["x\r", "y", None]}, {})
+    assert read_rows(str(output)).table.to_pydict() == {**table.to_pydict(), "predicted_label": ["x\r", "y", ""]}
+    assert output.read_bytes().endswith(b"five,\n")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

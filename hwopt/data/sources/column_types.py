@@ -9,10 +9,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+def values_type(kind: Any) -> Any:
+    """The type of the values in a column of type `kind`: of a categorical one the type of its categories."""
+    import pyarrow as pa
+
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def holds_text(kind: Any) -> bool:
     """Whether a column of type `kind` holds strings. Polars writes large ones and views."""
     import pyarrow as pa
 
+    kind = values_type(kind)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.sources.chat import chat_columns
-from hwopt.data.sources.column_types import holds_text, is_list
+from hwopt.data.sources.column_types import holds_text, is_list, values_type
 from hwopt.data.sources.image_folder import split_folders
 from hwopt.data.sources.number_format import numbers_of
 
@@ -124,8 +124,7 @@ def is_scalar(table: pa.Table, name: str) -> bool:
     """Whether the column holds strings, whole numbers or booleans: what a class can be."""
     import pyarrow as pa
 
-    kind = type_of(table, name)
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    kind = values_type(type_of(table, name))
     whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
     return whole or ((holds_text(kind) or pa.types.is_floating(kind)) and not is_fractional(table, name))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
 from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
-from hwopt.data.sources.column_types import class_names, holds_objects, without_nulls
+from hwopt.data.sources.column_types import class_names, holds_objects, values_type, without_nulls
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.location import expand, extension, locate, path_of
 from hwopt.data.sources.rows import ReadOptions, Rows
@@ -185,7 +185,7 @@ def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, di
     import pyarrow as pa
 
     columns = [find_column(rows.table, name, rows.source) for rows in parts]
-    columns = [column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in columns]
+    columns = [column.cast(values_type(column.type)) for column in columns]
     originals: dict[int, Any] = {}
     start = 0
     for rows, column in zip(parts, columns, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.column_types import holds_text
+from hwopt.data.sources.column_types import holds_text, values_type
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.dataset_reader import read_dataset, read_saved
@@ -67,14 +67,13 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
 
     Raises DataError if a column is missing (with the nearest name) or does not hold text.
     """
-    import pyarrow as pa
-
     found = []
     for name in names:
         column = find_column(rows.table, name, rows.source, key)
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not holds_text(kind):
-            raise DataError(f"{rows.source}: column {name!r} holds {kind}, not text; choose another with {key}")
+        if not holds_text(column.type):
+            raise DataError(
+                f"{rows.source}: column {name!r} holds {values_type(column.type)}, not text; choose another with {key}"
+            )
         non_strings = rows.non_strings.get(name, {})
         texts = []
         for row, text in enumerate(string_values(column, rows, name)):
@@ -99,10 +98,8 @@ def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | 
     except UnicodeDecodeError:
         import pyarrow as pa
 
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
         found: list[str | None] = []
-        for row, raw in enumerate(column.cast(pa.large_binary()).to_pylist()):
+        for row, raw in enumerate(column.cast(values_type(column.type)).cast(pa.large_binary()).to_pylist()):
             text = None if raw is None else raw.decode("utf-8", "surrogateescape")
             if text is not None and (invalid := INVALID_BYTE.search(text)):
                 rows.mark_bad(row, f"{name!r} {undecodable(invalid)}")
