@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.column_types import holds_text
+from hwopt.data.sources.column_types import holds_text, values_type
 from hwopt.data.sources.columns import EXAMINED, LABELS, is_fractional, text_of
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.sources.rows import Rows
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from hwopt.tasks.metrics import LossMetrics
 
+LARGEST = 3.4e38
+"""Of the numbers that float32 holds, in which targets are stored."""
 LARGE = 10.0
 """A head with random weights starts near 0: targets further away than this train slowly with the usual learning rates."""
 
@@ -116,7 +118,7 @@ def read_numbers(rows: Rows, name: str, decimal: Decimal) -> list[float]:
     import pyarrow as pa
 
     column = find_column(rows.table, name, rows.source, "data.label")
-    kind = column.type
+    kind = values_type(column.type)
     text = holds_text(kind)
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)
     if not (text or numeric or pa.types.is_null(kind)):
@@ -130,8 +132,9 @@ def read_numbers(rows: Rows, name: str, decimal: Decimal) -> list[float]:
                 what = f"{name!r} is {truncate(value)}, not a number with a decimal {NAMES[decimal]}"
                 raise DataError(f"{rows.places.at(row)}: {what}. {advice}") from None
             number = math.nan
-        if not math.isfinite(number):
-            reason = "has no value" if value is None or value == "" else f"is not a number: {truncate(value)}"
+        if not abs(number) <= LARGEST:  # nan, too
+            what = "too large for float32" if math.isfinite(number) else "not a number"
+            reason = "has no value" if value is None or value == "" else f"is {what}: {truncate(value)}"
             rows.mark_bad(row, f"{name!r} {reason}")
             number = 0.0
         found.append(number)

@@ -36,7 +36,8 @@ def test_several_targets_are_columns(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
-    rows = [*ROWS * 10, {"text": "a", "score": None}, {"text": "b", "score": float("inf")}, {"text": "c", "score": "1.5"}]
+    values = (None, float("inf"), "1.5", 1e39, -1e300)
+    rows = [*ROWS * 10, *({"text": "a", "score": value} for value in values)]
     source = tmp_path / "rows.csv"
     source.write_text("text,score\n" + "".join(f"{row['text']},{row['score']}\n" for row in rows))
     prepared = prepare(tmp_path, ROWS, train=str(source))
@@ -44,6 +45,8 @@ def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
     assert [each["why"] for each in prepared.bad_rows[0]["left_out"]] == [
         "'score' is not a number: 'None'",
         "'score' is not a number: 'inf'",
+        "'score' is too large for float32: '1e+39'",
+        "'score' is too large for float32: '-1e+300'",
     ]
 
 
@@ -103,6 +106,8 @@ def test_all_files_of_a_job_have_one_number_format(tmp_path: Path) -> None:
     ("decimal", "value", "message"),
     [
         (".", "1,5", r"eval\.csv:3: 'price' is '1,5', not a number with a decimal point\. Set data\.decimal = \",\""),
+        (".", "1,500", r"Set data\.decimal = \",\" if all .* a decimal comma; remove the comma if it separates thousands"),
+        (",", "1.500", r"Set data\.decimal = \"\.\" if all .* a decimal point; remove the point if it separates thousands"),
         (",", "1.5", r"'price' is '1\.5', not a number with a decimal comma\. Set data\.decimal = \"\.\""),
         (",", "1.234,50", r"'price' is '1\.234,50'.*Remove the separators between the thousands"),
     ],

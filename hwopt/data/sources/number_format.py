@@ -17,8 +17,8 @@ Decimal = Literal[".", ","]
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}(\.[0-9]{0,300})?|\.[0-9]{1,300})([eE][+-]?[0-9]{1,3})?")
 OTHER_FORMAT = re.compile(r"[+-]?[0-9][0-9.,']*[0-9]")
 """Digits with separators: a number in another format than that of the job."""
-THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+")
-"""Also an English number with commas between the thousands."""
+THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}([.,][0-9]{3})+")
+"""Also a number with commas (English) or points (German) between the thousands."""
 
 
 def is_decimal(text: str, decimal: Decimal) -> bool:
@@ -43,9 +43,10 @@ def wrong_format(text: str, decimal: Decimal) -> str:
     if not OTHER_FORMAT.fullmatch(text.strip()):
         return ""
     other: Decimal = "," if decimal == "." else "."
-    if is_decimal(text, other):
-        return f'Set data.decimal = "{other}" if all files of the job have a decimal {NAMES[other]}'
-    return "Remove the separators between the thousands"
+    if not is_decimal(text, other):
+        return "Remove the separators between the thousands"
+    or_else = f"; remove the {NAMES[other]} if it separates thousands" if THOUSANDS.fullmatch(text.strip()) else ""
+    return f'Set data.decimal = "{other}" if all files of the job have a decimal {NAMES[other]}{or_else}'
 
 
 def decimal_of(values: Iterable[Any]) -> Decimal | None:
