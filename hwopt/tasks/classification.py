@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from hwopt.tasks.metrics import LossMetrics
 
 
+MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
+
+
 class Classes(Task):
     """Unknown labels, missing labels, the head's names, and class weights."""
 
@@ -64,7 +67,7 @@ class Classes(Task):
         return samples.take(usable)
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
-        found = super().notes(parts, trained, prepared)
+        found = [*similar_labels(trained.label_names), *super().notes(parts, trained, prepared)]
         if "eval" in parts:
             present = {name for label in parts["eval"].labels for name in self.names_in(label)}
             absent = [truncate(name) for name in trained.label_names if name not in present]
@@ -113,7 +116,12 @@ class Classification(Classes):
             raise DataError(f"{rows.source}: every {column!r} is {names[0]!r}; classification needs at least two classes")
         many = len(names) * 2 > len(samples.labels) > 8
         note = f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"
-        notes = [*similar_labels(names), *([note] if many else [])]
+        notes = [note] if many else []
+        if missing := sorted(MISSING.intersection(names)):
+            notes.append(
+                f"labels that pandas reads as missing values: {listing([*map(repr, missing)])}. hwopt trains each as a class; "
+                "remove its rows if they have no label"
+            )
         if any(not number.is_integer() for number in numbers_of(names) or ()):
             notes.append(
                 f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.column_types import class_names, holds_text, is_list
+from hwopt.data.sources.column_types import class_names, holds_text, is_list, values_type
 from hwopt.data.sources.columns import is_scalar, type_of
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
@@ -36,7 +39,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
 
     table, source = rows.table, rows.source
     column = find_column(table, name, source, "data.label")
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    kind = values_type(column.type)
     text = holds_text(kind)
     known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
@@ -46,7 +49,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     for row, value in enumerate(values):
         original = rows.non_strings.get(name, {}).get(row)
-        if value is None or value == "" or value != value or (classes and not 0 <= value < len(classes)):
+        if value is None or not str(value).strip() or value != value or (classes and not 0 <= value < len(classes)):
             rows.mark_bad(row, f"{name!r} has no label ({truncate(value)})")
             values[row] = None
         elif isinstance(original, list | dict):
@@ -93,7 +96,8 @@ def similar_labels(names: Iterable[str]) -> list[str]:
     """A line that names labels which differ by case, blanks or Unicode form only; empty if there are none."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+        seen = "".join(filter(str.isprintable, unicodedata.normalize("NFKC", name).casefold()))  # without zero-width characters
+        groups.setdefault(seen.replace(" ", ""), []).append(name)
     alike = [group for group in groups.values() if len(group) > 1]
     if not alike:
         return []
@@ -157,9 +161,9 @@ def read_flags(rows: Rows, names: Sequence[str]) -> list[list[str]]:
 def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
     """The labels of each row, each one once: the items of a list, or the parts of a text between delimiters; [] for none.
 
-    Rows without a value, or with items that are not labels, are marked as bad. Raises DataError for a column of another type.
+    Rows without a value, or with items that are not labels, are marked as bad. Raises DataError for a column of another type,
+    or of lists with 0 or 1 for each label.
     """
-
     column = find_column(rows.table, name, rows.source, "data.label")
     classes = class_names(rows.table, name)
     text = holds_text(column.type)
@@ -170,21 +174,41 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
         )
     original = rows.non_strings.get(name, {})
     found: list[list[str]] = []
+    seen: set[str] = set()
+    flags = ""  # the first row with an item twice
     for row, value in enumerate(string_values(column, rows, name) if text else column.to_pylist()):
         value = original.get(row, value)
-        items = value.split(delimiter) if isinstance(value, str) else value
+        items = parts_of(value, delimiter) if isinstance(value, str) else value
         found.append([])
         if not isinstance(items, list):
             rows.mark_bad(
                 row, f"{name!r} has no value" if value is None else f"{name!r} is not a list of labels: {truncate(value)}"
             )
             continue
+        spelled = [str(item).strip().lower() for item in items]
+        seen.update(spelled)
+        flags = flags or (f"{rows.places.at(row)}: {name!r} is {truncate(items)}" if len({*spelled}) < len(spelled) else "")
         labels = [label_name(item, classes) for item in items]
         if None in labels:
             rows.mark_bad(row, f"{name!r} has an item that is not a label: {truncate(items[labels.index(None)])}")
             continue
         found[row] = list(dict.fromkeys(label for label in labels if label))
+    if flags and seen <= FLAGS.keys():
+        raise DataError(
+            f"{flags}, a 0 or 1 for each label; hwopt reads lists of the labels that a row has. Write such lists, or a column of "
+            "0 and 1 for each label, and name these columns in data.label"
+        )
     return found
+
+
+def parts_of(text: str, delimiter: str) -> Any:
+    """The labels in `text`: between delimiters, or of a list in JSON or Python, as csv files have it; None for other lists."""
+    if not re.fullmatch(r"\[[^][]*\]", text.strip()):
+        return text.split(delimiter)
+    for as_json in (text, text.replace("'", '"')):
+        with suppress(ValueError):
+            return json.loads(as_json)
+    return None
 
 
 def label_name(item: Any, classes: Sequence[str] | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.column_types import class_names
+from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.errors import DataError
@@ -88,7 +89,10 @@ class TokenClassification(Classes, LabelledTexts):
         names = label_order([tag for tags in samples.labels for tag in tags], class_names(rows.table, column), config)
         if len(names) == 1:
             raise DataError(f"{rows.source}: every tag in {column!r} is {names[0]!r}; classification needs at least two")
-        return Named(names)
+        numbers = (
+            f"every tag of {column!r} is a number: the metrics count each as an entity. Write 'O' for the tag of other words"
+        )
+        return Named(names, (numbers,) if numbers_of(names) else ())
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         words, tags, names, limit = samples.columns[0], samples.labels, trained.label_names, trained.limit

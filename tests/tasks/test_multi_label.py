@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +42,10 @@ def rows_with(values: list[Any]) -> list[dict[str, Any]]:
         ([", ".join(labels) for labels in SETS], {}),
         (["|".join(labels) for labels in SETS], {"label_delimiter": "|"}),
         (["b", ["a", "c"], [], "a,c"], {}),
+        ([str(labels) for labels in SETS], {}),
+        ([json.dumps(labels) for labels in SETS], {"label_delimiter": "|"}),
     ],
-    ids=["lists", "commas", "other delimiter", "lists and texts"],
+    ids=["lists", "commas", "other delimiter", "lists and texts", "lists as pandas writes them", "lists as hwopt writes them"],
 )
 def test_labels_are_lists_or_delimited(values: list[Any], data: dict[str, Any], tmp_path: Path) -> None:
     prepared = prepare(tmp_path, rows_with(values), **data)
@@ -105,6 +108,9 @@ def test_wrong_delimiter_is_noted(tmp_path: Path) -> None:
     ("rows", "data", "message"),
     [
         (rows_with([[], []]), {}, "no row has a label in 'labels'"),
+        (rows_with(["['a' 'b']"] * 4), {}, r"'labels' is not a list of labels: \"\['a' 'b'\]\""),
+        (rows_with([[0, 1, 0], [1, 0, 1]]), {}, r"rows\.jsonl:1: 'labels' is \[0, 1, 0\], a 0 or 1 for each label"),
+        (rows_with([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]), {}, r"'labels' is \[1\.0, 0\.0, 1\.0\]"),
         (rows_with([1, 2]), {}, "column 'labels' holds int64; labels must be lists, texts such as 'a, b'"),
         ([{"text": "t", "a": 0, "b": 2}] * 4, {"label": ["a", "b"]}, "'b' is neither 0 nor 1: 2"),
     ],
@@ -141,6 +147,14 @@ def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
 def test_columns_are_recognised(rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
     found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (found.kind, found.keys) == ("multi-label-classification", {"text": ["text"], **keys})
+
+
+def test_categorical_text_is_read(tmp_path: Path) -> None:
+    columns = {"text": ["one", "two", "three", "four"], "labels": [", ".join(labels) for labels in SETS]}
+    table = pa.table({name: pa.array(values).dictionary_encode() for name, values in columns.items()})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    assert recognise(str(tmp_path / "rows.parquet")).keys["text"] == ["text"]
+    assert prepare(tmp_path, [], train=str(tmp_path / "rows.parquet")).train.array("labels").tolist() == ARRAY
 
 
 @pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.string_view()], ids=str)

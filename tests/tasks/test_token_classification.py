@@ -98,6 +98,13 @@ def test_tags_may_be_numbers_of_a_data_set(tmp_path: Path) -> None:
     assert recognise(str(tmp_path / "set")).keys == {"text": ["tokens"], "label": "ner_tags"}
 
 
+def test_tags_that_make_no_entities_are_named(tmp_path: Path) -> None:
+    numbers = [{"tokens": ["a", "b"], "tags": [0, 1]}, {"tokens": ["c"], "tags": [2]}]
+    assert "every tag of 'tags' is a number" in prepare(tmp_path, numbers).notes[0]
+    alike = [{"tokens": ["a", "b"], "tags": ["O", "B-X"]}, {"tokens": ["c"], "tags": ["b-x"]}]
+    assert "'B-X' and 'b-x'" in prepare(tmp_path, alike).notes[0]
+
+
 def test_bad_sentences_are_named(tmp_path: Path) -> None:
     bad = [{"tokens": ["a", "b"], "tags": ["O"]}, {"tokens": [], "tags": []}, {"tokens": ["a"], "tags": [None]}]
     prepared = prepare(tmp_path, [*ROWS * 50, *bad])
