@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.column_types import holds_text
-from hwopt.data.sources.columns import classes, label_column
+from hwopt.data.sources.columns import classes, label_columns, type_of
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column, string_values
@@ -58,7 +58,7 @@ class ImageClassification(Classification):
         image = image_column(table)
         if image is None:
             return "no column looks like images for image-classification; name it in the job with data.image"
-        label = label_column(table.drop_columns([image]), named=not chosen)
+        label = next(iter(label_columns(table.drop_columns([image]), named=not chosen)), None)
         if label is None:
             return "no column looks like a label for image-classification; name it in the job with data.label"
         why = f"column {image!r} holds images, column {label!r} has {classes(table, label):,} values"
@@ -141,7 +141,7 @@ def image_column(table: pa.Table) -> str | None:
 
     columns: list[str] = table.column_names
     for name in sorted(columns, key=lambda each: (each.lower() not in NAMES, columns.index(each))):
-        kind = table[name].type
+        kind = type_of(table, name)
         if pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
             return name
         if holds_text(kind):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.column_types import class_names
-from hwopt.data.sources.columns import text_of
+from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError
@@ -53,7 +53,8 @@ class MultiLabel(Classes, LabelledTexts):
         names = table.column_names
         named = [name for name in names if name.lower() in SETS]
         keys: dict[str, Any] = {}
-        if lists := [name for name in (*named, *names) if is_list_of_labels(table, name)]:
+        lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
+        if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
         elif len(flags := [name for name in names if is_flag(table, name)]) > 1:
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
@@ -127,13 +128,19 @@ class MultiLabel(Classes, LabelledTexts):
         return LabelSetMetrics(prepared.label_names or (), device)
 
 
+def repeats(table: pa.Table, name: str) -> bool:
+    """Whether few items occur often in a column of lists: as labels do, and answers to questions do not."""
+    items = [item for value in table[name].slice(0, EXAMINED).to_pylist() for item in value or ()]
+    return 2 <= len({*items}) <= min(MOST_CLASSES, len(items) // 2)
+
+
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:
     """(column, delimiter) of the first of `names` in which a fifth of the cells has several labels of up to 40 letters.
 
     Most of these labels occur in several combinations: "Smith, John" is one label.
     """
     for name in names:
-        cells = [value for value in table[name].slice(0, 2_000).to_pylist() if isinstance(value, str)]
+        cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if isinstance(value, str)]
         if numbers_of(cells):  # "0,5" is a number with a decimal comma
             continue
         for mark in DELIMITERS:

@@ -42,6 +42,8 @@ PAIRS = (
     ("source", "target"),
 )
 """Columns of data sets for summaries and translations."""
+LANGUAGES = "ar bg cs da de el en es fa fi fr he hi hu it ja ko nl pl pt ro ru sv tr uk vi zh"
+"""Codes that name the columns of translations: "de", "translation.de"."""
 OTHERS = "Choose another encoder-decoder (T5, FLAN-T5, BART, Pegasus)"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -74,7 +76,9 @@ class Seq2SeqLM(Task):
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """Documents with summaries, or sentences with translations; prompts with completions are left to causal-lm."""
-        for prompt, completion in (*PAIRS, *(PROMPTS if chosen else ())):
+        languages = [name for name in table.column_names if name.rpartition(".")[2].lower() in LANGUAGES.split()]
+        translated = [(languages[0], languages[1])] if len(languages) == 2 else []
+        for prompt, completion in (*PAIRS, *translated, *(PROMPTS if chosen else ())):
             if is_text(table, prompt) and is_text(table, completion):
                 why = f"columns {prompt!r} and {completion!r} are texts with summaries or translations"
                 return Recognised({"prompt": prompt, "completion": completion}, (prompt, completion), why, 3)

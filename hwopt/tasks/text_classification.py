@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import classes, has_many_classes, label_column, text_of
+from hwopt.data.sources.columns import classes, has_many_classes, label_columns, text_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import similar_labels
+from hwopt.tasks.labels import label_text, similar_labels
 from hwopt.tasks.recognition import Recognised
+from hwopt.text import listing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,14 +25,20 @@ class TextClassification(Classification, LabelledTexts):
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """A column of classes beside a text or a pair of texts."""
-        label = label_column(table, named=not chosen)
-        if label is None:
+        labels = label_columns(table, named=not chosen)
+        if not labels:
             return "no column looks like a label for text-classification; name it in the job with data.label"
+        label, *others = labels
         texts = text_of(table, label)
         if not texts:
             return "no column looks like a text for text-classification; name it in the job with data.text"
-        why = f"column {label!r} has {classes(table, label):,} values"
+        values = [*map(label_text, table[label].unique().drop_null().to_pylist())]
+        why = f"column {label!r} has {classes(table, label):,} values: {listing(sorted(values), 5)}"
+        if others:
+            why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
+        if label in values:
+            why += "; one of them is the column's name, as in a file without a header"
         if has_many_classes(table, label):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
-        why = "; ".join([why, *similar_labels(map(str, table[label].unique().drop_null().to_pylist()))])
+        why = "; ".join([why, *similar_labels(values)])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)

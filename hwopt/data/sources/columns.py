@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "y")
 PAIRS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
-    *(("text_a", "text_b"), ("question", "sentence"), ("query", "passage")),
+    *(("text_a", "text_b"), ("question", "sentence"), ("question", "passage"), ("query", "passage")),
 )
 PROMPTS = (
     *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
@@ -39,8 +39,8 @@ EXAMINED = 2_000
 HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
 
 
-def label_column(table: pa.Table, named: bool) -> str | None:
-    """The column of the classes; None if there is none.
+def label_columns(table: pa.Table, named: bool) -> list[str]:
+    """The columns that may hold the classes, the likeliest one first: the one with the fewest values if no name decides.
 
     `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
     """
@@ -48,17 +48,14 @@ def label_column(table: pa.Table, named: bool) -> str | None:
     named_so = [each for name in LABELS for each in columns if each.lower() == name]
     usable = [name for name in named_so if is_scalar(table, name) and classes(table, name) >= 2]
     if usable:
-        return next((name for name in usable if not has_many_classes(table, name)), usable[0])
+        return [next((name for name in usable if not has_many_classes(table, name)), usable[0])]
     if named and chat_columns(columns, None):
-        return None
-    prompts = {name for pair in PROMPTS if set(pair) <= set(columns) for name in pair}
-    for name in columns:
-        if name in prompts or not is_scalar(table, name):
-            continue
-        values = classes(table, name)
-        if 2 <= values <= min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS) and mean_length(table, name) < 40:
-            return name
-    return None
+        return []
+    most = min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
+    prompts = prompt_columns(table) or ()
+    others = [name for name in columns if name not in prompts and is_scalar(table, name)]
+    found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
+    return sorted(found, key=lambda name: classes(table, name))
 
 
 def text_of(table: pa.Table, label: str | None) -> list[str]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from task_rows import write_jsonl
 
-from hwopt.data.sources.columns import has_many_classes, label_column
+from hwopt.data.sources.columns import has_many_classes, label_columns
 from hwopt.data.sources.conll_reader import looks_like_conll
 from hwopt.data.sources.file_format import reading_notes
 from hwopt.errors import DataError
@@ -50,6 +50,26 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         {"messages": "instruction"},
     ),
     ("regression", rows_of(text="some text {n}", score="0.{n}"), {"text": ["text"], "label": "score"}),
+    (
+        "text-classification",
+        [{"question": f"is it {n}?", "passage": f"it is {n}", "answer": n % 2 == 0} for n in range(20)],
+        {"text": ["question", "passage"], "label": "answer"},
+    ),
+    (
+        "text-classification",
+        [{"product": f"b{n % 5}", "Stars": n % 3, "Text": f"a longer text {n}"} for n in range(20)],
+        {"text": ["Text"], "label": "Stars"},
+    ),
+    (
+        "seq2seq-lm",
+        [{"id": f"a{n}", "translation": {"en": f"one {n}", "de": f"eins {n}"}} for n in range(20)],
+        {"prompt": "translation.en", "completion": "translation.de"},
+    ),
+    (
+        "causal-lm",
+        [{"context": f"it is {n}", "answers": {"text": [f"n {n}"], "start": [5]}} for n in range(20)],
+        {"text": ["context"]},
+    ),
 ]
 
 
@@ -58,6 +78,20 @@ def test_columns_are_recognised(kind: str, rows: list[dict[str, Any]], keys: dic
     found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (found.kind, found.keys, found.rows) == (kind, keys, len(rows))
     assert found.chat == ("messages" in keys or not keys)
+
+
+def test_csv_with_unnamed_columns_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "spam.csv").write_text("v1,v2,,,\n" + "".join(f"{('ham', 'spam')[n % 2]},some text {n},,,\n" for n in range(20)))
+    found = recognise(str(tmp_path / "spam.csv"))
+    assert (found.keys["text"], found.keys["label"]) == (["v2"], "v1")
+    assert "column 'v1' has 2 values: ham, spam" in found.why
+
+
+def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
+    rows = [{"queue": "ab"[n % 2], "priority": "hl"[n % 2], "body": f"a longer text {n}"} for n in range(20)]
+    assert "'priority' may also be the label" in recognise(write_jsonl(tmp_path / "rows.jsonl", rows)).why
+    (tmp_path / "bare.csv").write_text("".join(f"{('good', 'bad')[n % 2]},some text {n}\n" for n in range(21)))
+    assert "as in a file without a header" in recognise(str(tmp_path / "bare.csv")).why
 
 
 def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
@@ -126,6 +160,6 @@ def test_column_of_identifiers_is_not_proposed_if_another_one_looks_like_a_label
             "category": [f"kind {n % 5}" for n in range(900)],
         }
     )
-    assert label_column(table, named=False) == "category"
-    assert label_column(table.drop_columns("category"), named=False) == "label", "named so, but doubtful"
+    assert label_columns(table, named=False) == ["category"]
+    assert label_columns(table.drop_columns("category"), named=False) == ["label"], "named so, but doubtful"
     assert has_many_classes(table, "label")
