@@ -47,26 +47,24 @@ def choose(hardware: Hardware, inputs: Inputs) -> AutoProfile:
     return derive(hardware, [profile for profile in profiles if keeps_method(profile, inputs.registry)], inputs)
 
 
-AMD_AS = (9, 0)
-"""The compute capability of the profiles that an AMD GPU's is derived from: those with bf16 and the largest memory."""
-
-
 def keeps_method(profile: Profile, registry: Registry) -> bool:
     named = (name for name, _ in profile.plugin_tables() if name in registry.names)
     return all(effect_by_default(registry.plugin(name)) != "method" for name in named)
 
 
 def derive(hardware: Hardware, profiles: list[Profile], inputs: Inputs) -> AutoProfile:
-    capability = hardware.compute_capability or AMD_AS
+    capability = hardware.compute_capability or (0, 0)
 
     def distance(profile: Profile) -> tuple[int, float, bool]:
         major, minor = profile.card.capability or (0, 0)
         memory = profile.card.memory_gib or 0.0
         architecture = abs(major * 10 + minor - capability[0] * 10 - capability[1])
+        if hardware.amd and profile.card.amd:  # hexadecimal: "gfx90a" is nearer to "gfx942" than to "gfx1100"
+            architecture = abs(int(hardware.amd.removeprefix("gfx"), 16) - int(profile.card.amd.removeprefix("gfx"), 16))
         ratio = max(memory, hardware.memory_gib) / min(memory, hardware.memory_gib)
         return architecture, ratio, profile.content.extends is not None
 
-    known = [profile for profile in profiles if profile.card.capability and profile.card.memory_gib]
+    known = [each for each in profiles if (each.card.amd if hardware.amd else each.card.capability) and each.card.memory_gib]
     if not known:
         raise InputError("--profile auto: no installed profile describes a GPU; name one with --profile")
     nearest = min(known, key=distance)

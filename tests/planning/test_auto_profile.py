@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,14 @@ def test_card_without_a_profile_gets_the_largest_micro_batch_that_fits(planned: 
     assert planned(hardware, "plugins.batch.train=4").batch.train == 4
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_reason_for_the_rows_leaves_out_the_pool_that_yields_to_them(planned: Planned) -> None:
+    plan = planned(card("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 3.4), "data.max_length=128")
+    reason = next(entry.reason for entry in plan.entries if entry.name == "batch")
+    needed, usable = re.findall(r"[0-9.]+(?= of| GiB)", reason)[:2]
+    assert float(needed) <= float(usable), reason
+
+
 def test_memory_that_cannot_be_forecast_scales_the_micro_batch(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise NotTraceable("for the test")
@@ -124,7 +133,8 @@ def test_memory_that_cannot_be_forecast_scales_the_micro_batch(planned: Planned,
     [
         ("AMD Instinct MI300X", "gfx942", 191.98, "mi300x_192gb"),
         ("AMD Radeon RX 7900 XTX", "gfx1100", 23.98, "rx7900xtx_24gb"),
-        ("AMD Radeon RX 7900 XT", "gfx1100", 19.98, "auto-h100_80gb"),
+        ("AMD Radeon RX 7900 XT", "gfx1100", 19.98, "auto-rx7900xtx_24gb"),
+        ("AMD Instinct MI250X", "gfx90a", 63.98, "auto-mi300x_192gb"),
     ],
 )
 def test_amd_gpu_is_not_taken_for_an_nvidia_one(name: str, amd: str, gib: float, profile: str) -> None:
@@ -132,7 +142,7 @@ def test_amd_gpu_is_not_taken_for_an_nvidia_one(name: str, amd: str, gib: float,
     assert choose(hardware, INPUTS).profile.name == profile
     assert not hardware.can("tf32")
     assert hardware.can("bf16")
-    assert hardware.architecture == {"gfx942": "CDNA 3", "gfx1100": "RDNA 3"}[amd]
+    assert hardware.architecture == {"gfx942": "CDNA 3", "gfx90a": "CDNA 2", "gfx1100": "RDNA 3"}[amd]
 
 
 def test_gpu_that_shares_the_memory_of_its_host_has_nothing_to_offload(planned: Planned) -> None:

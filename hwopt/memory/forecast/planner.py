@@ -257,8 +257,10 @@ def first_fitting_choice(
                 f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
             )
         budget = memory.free_gib - memory.reserve_gib
-        reason = f"{entry.reason}: {memory.highest_gib:.2f} of {budget:.2f} GiB{rejected}"
-        if memory.fits or (pool_that_yields(plan) and memory.fits_without_pool):
+        yields = not memory.fits and memory.fits_without_pool and pool_that_yields(plan)
+        needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)
+        reason = f"{entry.reason}: {needed:.2f} of {budget:.2f} GiB{rejected}"
+        if memory.fits or yields:
             break
         rejected = f"; the option before needs {memory.highest_gib:.2f} GiB"
     return plan, reason
