@@ -152,11 +152,11 @@ def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     """Processes that the machines, or their cards, do not have."""
     given = view.source.values
     processes, machines = int(view.number("num_processes") or 0), int(view.number("num_machines") or 1)
-    cards, rank, each = str(given.get("gpu_ids") or "all").split(","), given.get("machine_rank"), processes // machines
+    cards, rank, each = str(given.get("gpu_ids", "all")).split(","), given.get("machine_rank"), processes // machines
     if processes % machines:
         what, why = f"{processes} processes on {machines} machines.", f"Each machine starts {each}, by whole-number division."
         yield Finding("num_processes", what, why, view.line("num_processes", max(1, each) * machines))
-    elif cards != ["all"] and each > len(cards) and not view.is_on("use_cpu"):
+    elif cards[0] not in ("all", "None", "") and each > len(cards) and not view.is_on("use_cpu"):
         what, why = f"{each} processes on a machine, and gpu_ids names {len(cards)}.", "The others stop: invalid device ordinal."
         yield Finding("num_processes", what, why, view.line("num_processes", len(cards) * machines))
     if isinstance(rank, int) and rank >= machines > 0:

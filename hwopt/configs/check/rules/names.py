@@ -19,7 +19,7 @@ from hwopt.configs.view import ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS
 from hwopt.text import truncate
 
-ALIKE = 0.88
+ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
 
