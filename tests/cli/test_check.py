@@ -80,6 +80,6 @@ def test_import_writes_two_files_that_plan_and_overwrites_none(tmp_path: Path) -
 def test_import_as_json_lists_every_key(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(GOOD + "unknown_key: 3\noutput_dir: out\n")
     found = json.loads(hwopt("import", "old.yaml", "-o", "new", "--format", "json", cwd=tmp_path).stdout)
-    assert found["taken"] == {"plugins.batch.train": 32, "training.learning_rate": 3e-5}
+    assert found["taken"] == {"plugins.batch.train": 32, "training.learning_rate": 3e-5, "training.seed": 42}
     assert {each["key"]: each["kind"] for each in found["left"]} == {"unknown_key": "no equivalent", "output_dir": "ignored"}
     assert found["placeholders"] == ["model.name", "data.train"]
