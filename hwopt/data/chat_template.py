@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hwopt.data.answer_checks import check_answer, check_parts, is_closed, rewritten, spoken
 from hwopt.data.sources.chat import BadConversation, Conversation, Message
+from hwopt.data.spans import common_length, connected, without
 from hwopt.data.unwritten import THOUGHT_KEYS, left_out
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
@@ -72,28 +73,6 @@ def set_eos_token(tokenizer: Any, token: str) -> None:
     if token not in tokenizer.get_vocab():
         raise InputError(f"data.eos_token: {token!r} is not a token of the tokenizer. Give one that it has")
     tokenizer.eos_token = token
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The length of the longest common start of two texts, or of two lists of tokens."""
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def connected(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans in their order, those that touch joined, without empty ones."""
-    found: list[tuple[int, int]] = []
-    for start, end in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def without(spans: Sequence[tuple[int, int]], cut: tuple[int, int]) -> list[tuple[int, int]]:
-    """The spans without what lies in `cut`."""
-    parts = [part for start, end in spans for part in ((start, min(end, cut[0])), (max(start, cut[1]), end))]
-    return [(start, end) for start, end in parts if end > start]
 
 
 def special_texts(tokenizer: Any) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
-from hwopt.data.chat_template import common_length
+from hwopt.data.spans import common_length
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.tasks.preparation import Encoding
