@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ TARGETS = "targets"
 
 
 class ForwardBackward:
-    """What the loop calls for each micro-batch. Another loop has a subclass with its own micro-batches and passes."""
+    """What the loop calls for each micro-batch."""
 
     def __init__(self, run: RunView) -> None:
         self.run = run
@@ -37,10 +37,6 @@ class ForwardBackward:
     def tensors(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """What the passes read of `micro_batch`, in the same order for all of a run."""
         return {**micro_batch.inputs, TARGETS: micro_batch.targets}
-
-    def constants(self) -> Hashable:
-        """What else the present step's passes depend on."""
-        return None
 
     def set_weight(self, micro_batch: MicroBatch) -> None:
         """Write the weight of the loss of `micro_batch` into the memory that `compute` reads."""

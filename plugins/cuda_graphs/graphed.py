@@ -72,7 +72,7 @@ class GraphedForwardBackward(ForwardBackward):
             self.begin_step(alone=last)
         tensors = self.passes.tensors(micro_batch)
         inputs = list(tensors.values())
-        key = (self.alone, self.passes.constants(), *tensors, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        key = (self.alone, *tensors, *((tensor.shape, tensor.dtype) for tensor in inputs))
         self.seen[key] += 1
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
         graph = None if large else self.graph_of(key, tensors)
@@ -132,7 +132,8 @@ class GraphedForwardBackward(ForwardBackward):
                 weight.grad = total
         if not self.graphs:
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
-        own, graph = {name: tensor.to(self.run.device, copy=True) for name, tensor in tensors.items()}, torch.cuda.CUDAGraph()
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        graph = torch.cuda.CUDAGraph()
         host_state, python_state = torch.get_rng_state(), random.getstate()
         try:
             with self.capturing(graph):
