@@ -22,6 +22,7 @@ COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
 """Keys of `data` that name columns."""
 
 EXAMINED_CHATS = 1_000
+"""Conversations that are read for what `init` says of their template."""
 LONGEST_QUESTION = 70
 """Letters of a question with its answers; the answers of a longer one come before it."""
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
+"""Texts that pandas reads as missing values."""
 
 
 class Classes(Task):
