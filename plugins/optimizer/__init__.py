@@ -10,7 +10,8 @@ Hardware: fused needs CUDA or a CPU; paged needs CUDA (unified memory); torchao 
 Cost: the optimizers of bitsandbytes and torchao take no `found_inf`, so the host waits for the device once per step, and the
 device then waits for the launches of the update. bitsandbytes launches a kernel per parameter: 9 ms for BERT-base on a slow core.
 Paged states cost one more wait for each parameter of at least 100,000 elements, and one per step.
-torchao's compiled update of a matrix needs 8 (8 bit) or 24 (4 bit) bytes per element for a moment.
+torchao's compiled update of a tensor needs 8 (8 bit) or 24 (4 bit) bytes per element for a moment; in 8 bit on a CUDA device none
+since torch 2.15.
 Numerical effect: fused changes rounding; quantized states round the update itself. torchao rounds updates of bf16 weights
 stochastically, so that small updates are not lost on average.
 """
@@ -231,7 +232,9 @@ class Optimizer(hw.Plugin):
         stepped_bytes = spec.master_bytes or spec.gradient_bytes  # torch's states have the dtype of the stepped tensors
         spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else OPTIMIZERS[name][2]
         if name.startswith("paged") or name in TORCHAO_BITS:  # fake tensors cannot run their kernels
-            spec.stand_ins["optimizer"] = partial(reserving_optimizer, OPTIMIZERS[name][2], TORCHAO_BITS.get(name))
+            spec.stand_ins["optimizer"] = partial(
+                reserving_optimizer, OPTIMIZERS[name][2], TORCHAO_BITS.get(name), context.hardware.device_type == "cuda"
+            )
 
     @classmethod
     def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:
