@@ -23,7 +23,7 @@ from hwopt.memory.trace.dry_run import (
     dry_run_of,
     dummy_micro_batch,
     evaluation_step,
-    make_optimizer_state,
+    make_state,
     train_step,
 )
 from hwopt.planning.memory_plan import MemoryPlan
@@ -55,7 +55,7 @@ def measure(plan: Plan, shape: Shape, head: Head, what: str = "train") -> Measur
         with dry_run_of(plan, recipe, head, device, real=True) as run:
             own_engine = recipe.engine is not None  # it creates earlier gradients, and perhaps its state, in a real step
             if not own_engine:
-                make_optimizer_state(run)
+                make_state(run)
             accumulates = accumulates_gradients(plan)
             times = 2 if own_engine and accumulates else 1
             batch = dummy_micro_batch(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)

@@ -1,7 +1,8 @@
 """Dry run: one optimizer step of a plan's recipe with dummy samples, on fake or on real tensors.
 
-The recipe and the engine of the plan run, so that the memory of any plugin is counted. The optimizer's state is created first, as
-it exists in every step after the first. If a step has several micro-batches, the gradients of earlier ones are created too.
+The recipe and the engine of the plan run, so that the memory of any plugin is counted. The optimizer's state and what plugins
+keep are created first, as they exist in every step after the first. If a step has several micro-batches, the gradients of earlier
+ones are created too.
 """
 
 from __future__ import annotations
@@ -169,12 +170,12 @@ def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1)
     return batch
 
 
-def make_optimizer_state(run: Run, tracker: MemoryTracker | None = None) -> None:
-    """Create the optimizer's state, as after the first step."""
+def make_state(run: Run, tracker: MemoryTracker | None = None) -> None:
+    """Create the optimizer's state and what plugins keep, as after the first step."""
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    run.engine.update()
+    update(run)
     if tracker is not None:
         state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
         tracker.label(state, "optimizer_state")
@@ -200,7 +201,13 @@ def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: MemoryTra
         add_earlier_gradients(run, tracker)
     run.recipe.events.on_step_begin(run)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
+    update(run)
+
+
+def update(run: Run) -> None:
+    """Update the weights, and tell the plugins that the step has ended."""
     run.engine.update()
+    run.recipe.events.on_step_end(run, run.engine.update_applied())
 
 
 def accumulates_gradients(plan: Plan) -> bool:

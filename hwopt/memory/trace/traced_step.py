@@ -27,7 +27,7 @@ from hwopt.memory.trace.dry_run import (
     evaluation_step,
     fake_recipe,
     label_storages,
-    make_optimizer_state,
+    make_state,
     train_step,
 )
 from hwopt.memory.trace.layer_blocks import NotRepeated
@@ -68,7 +68,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
         tracker.expandable = card.expandable_segments()
         tracker.late_state = run.engine.has_late_state
         label_storages(run, tracker)
-        make_optimizer_state(run, tracker)
+        make_state(run, tracker)
         layers = SkippedLayers(run.inner_model, run.optimizer, tracker)
         label_phases(run, tracker, layers)
         if layers and not whole and run.recipe.engine is None:  # an engine may keep gradients of its own

@@ -24,7 +24,7 @@ from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 
-FORMAT = 13
+FORMAT = 14
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""

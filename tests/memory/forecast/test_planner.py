@@ -31,7 +31,7 @@ from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, MemorySpec, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Decision, Events, MemorySpec, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.report.comparison import show_plans
 from hwopt.report.memory import show_memory
@@ -140,12 +140,35 @@ class Hoard(Plugin):
         return model
 
 
-def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
+class Copies(Events):
+    """Copies of the weights, made at the end of the first step."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Any] = {}
+
+    def on_step_end(self, run: RunView, applied: Any) -> None:
+        for name, parameter in zip(run.engine.names, run.engine.parameters, strict=True):
+            self.copies.setdefault(name, parameter.detach().clone()).mul_(applied)
+
+
+class LateHoard(Hoard):
+    """Keeps the copy from the end of the first step on."""
+
+    name = "late_hoard"
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.events.append(Copies())
+
+
+@pytest.mark.parametrize("plugin", [Hoard, LateHoard])
+def test_memory_of_a_third_party_plugin_is_counted(plugin: type[Plugin], tmp_path: Path) -> None:
     registry = Registry()
-    registry.add(Hoard)
-    plain = trace_plan(planned(tmp_path, BERT, {}), 32, Head(2)).train.base.peak()
-    more = trace_plan(planned(tmp_path, BERT, {"hoard": {}}, registry), 32, Head(2)).train.base.peak()
-    assert more.bytes - plain.bytes == pytest.approx(plain.parts["weights"], rel=0.02)
+    registry.add(plugin)
+    plain = trace_plan(planned(tmp_path, BERT, {}), 32, Head(2))
+    more = trace_plan(planned(tmp_path, BERT, {plugin.name: {}}, registry), 32, Head(2))
+    weights = plain.train.base.peak().parts["weights"]
+    for step, hoarding in ((plain.train, more.train), (plain.eval, more.eval)):
+        assert hoarding.base.peak().bytes - step.base.peak().bytes == pytest.approx(weights, rel=0.02)
 
 
 class Stubborn(Hoard):
