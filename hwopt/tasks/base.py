@@ -232,8 +232,11 @@ class Task(ModelBuilder):
             f'model = pipeline("{self.pipeline_tag}", model="{where}")  # or the path of this folder\nprint(model("…"))'
         )
 
-    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
-        """A sample of `length` tokens without content, with the arrays of `TokenStore.row`, to measure memory with."""
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int, target: int | None = None) -> dict[str, NDArray[Any]]:
+        """A sample of `length` tokens without content, with the arrays of `TokenStore.row`, to measure memory with.
+
+        `target`: tokens of the target that an encoder-decoder writes; default: the most that the job allows.
+        """
         import numpy as np
 
         sample: dict[str, NDArray[Any]] = {"input_ids": np.zeros(length, np.int64)}

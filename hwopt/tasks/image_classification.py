@@ -105,7 +105,7 @@ class ImageClassification(Classification):
     def load_processing(self, folder: str) -> Any:
         return load_processor(folder, key=folder)
 
-    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int, target: int | None = None) -> dict[str, NDArray[Any]]:
         import numpy as np
 
         self._shape = self._shape or transform_for(job, config).shape

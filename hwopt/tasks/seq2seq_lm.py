@@ -167,12 +167,12 @@ class Seq2SeqLM(Task):
             "print(tokenizer.decode(written[0], skip_special_tokens=True))"
         )
 
-    def placeholder(self, job: Job, config: PretrainedConfig, length: int) -> dict[str, NDArray[Any]]:
-        """An input of `length` tokens with the longest target that the job allows."""
+    def placeholder(self, job: Job, config: PretrainedConfig, length: int, target: int | None = None) -> dict[str, NDArray[Any]]:
         import numpy as np
 
-        target = np.zeros(job.data.max_target_length, np.int64)
-        return {"input_ids": np.zeros(length, np.int64), "decoder_input_ids": target, "decoder_labels": target}
+        tokens = np.zeros(target or job.data.max_target_length, np.int64)
+        return {"input_ids": np.zeros(length, np.int64), "decoder_input_ids": tokens, "decoder_labels": tokens}
+
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The input, and the target behind it."""

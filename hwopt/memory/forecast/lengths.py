@@ -41,12 +41,14 @@ class Lengths:
     """Rows of the largest part that is evaluated, 0 without one; None if the data was not read."""
     new_tokens: int = 0
     """Tokens that the chat template adds to the vocabulary."""
+    target: int | None = None
+    """Tokens of the longest target of an encoder-decoder; None without targets, or if the data was not read."""
     warnings: tuple[str, ...] = ()
     """Which data a run would not use, as it says itself."""
 
     @property
     def head(self) -> Head:
-        return Head(self.labels, self.new_tokens)
+        return Head(self.labels, self.new_tokens, self.target)
 
     def eval_batch(self, plan: Plan, width: int) -> int:
         """The rows of the largest evaluation batch on one rank, which is padded to `width` tokens."""
@@ -73,7 +75,8 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     labels = len(prepared.label_names or ()) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
     new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
-    return Lengths(prepared.train.lengths, longest, labels, source, eval_rows=evaluated, new_tokens=new, warnings=warnings)
+    target = max(int(store.counts.max()) for store in stores) if plan.context.task.encoder_decoder else None
+    return Lengths(prepared.train.lengths, longest, labels, source, "", evaluated, new, target, warnings)
 
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:

@@ -57,11 +57,12 @@ def measure(plan: Plan, shape: Shape, head: Head, what: str = "train") -> Measur
             if not own_engine:
                 make_state(run)
             accumulates = accumulates_gradients(plan)
-            times = 2 if own_engine and accumulates else 1
-            batch = dummy_micro_batch(run, shape, training=what == "train", times=times if what == "train" else 1).to(device)
+            training = what == "train"
+            times = 2 if own_engine and accumulates and training else 1
+            batch = dummy_micro_batch(run, shape, head, training=training, times=times).to(device)
             if own_engine:
                 run.engine.init_state()  # as a run does before step 1
-                train_step(run, dummy_micro_batch(run, shape, training=True).to(device), accumulates=False)
+                train_step(run, dummy_micro_batch(run, shape, head, training=True).to(device), accumulates=False)
             step = (
                 (lambda: evaluation_step(run, batch))
                 if what == "eval"

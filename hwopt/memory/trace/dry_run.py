@@ -49,12 +49,14 @@ class Shape:
 
 
 class Head(NamedTuple):
-    """What a job's data decide about the size of its model."""
+    """What a job's data decide about the size of its model and of its targets."""
 
     labels: int
     """Outputs of a classifier."""
     new_tokens: int = 0
     """Tokens that the chat template adds to the vocabulary (`hwopt.tasks.prepared.ChatTokens`)."""
+    target: int | None = None
+    """Tokens of the longest target of an encoder-decoder; None: the most that the job allows."""
 
 
 class FakeAccelerator:
@@ -156,12 +158,12 @@ def dummy_model(run: Run, new_tokens: int) -> Any:
     return model
 
 
-def dummy_micro_batch(run: Run, shape: Shape, *, training: bool, times: int = 1) -> StepBatch:
+def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, times: int = 1) -> StepBatch:
     """Return a step batch of `times` micro-batches of `shape`. The last sample is one token shorter, so that there is padding."""
     rows, width = shape.rows, shape.width
     lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
-    samples = [run.task.placeholder(run.plan.job, config, length) for length in lengths]
+    samples = [run.task.placeholder(run.plan.job, config, length, head.target) for length in lengths]
     counts = [1] * len(lengths) if run.task.facts.target == "sample" else lengths
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
     padded = default_collate(run)(cut=cut_in_order, max_rows=rows)

@@ -79,7 +79,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
             gc.collect()  # earlier garbage is not part of the step
             tracker.reset()
             with tracker.new_storages_are("activations"), garbage_collection_off():
-                batch = dummy_micro_batch(run, shape, training=step is not evaluation_step)
+                batch = dummy_micro_batch(run, shape, head, training=step is not evaluation_step)
                 batch = replace(batch, buffers={key: tracker.from_tensor(value) for key, value in batch.buffers.items()})
                 tracker.add(batch.buffers.values())
                 if layers.installed:
