@@ -249,6 +249,10 @@ class Task(ModelBuilder):
             sample["labels"] = np.zeros(length, np.int64)
         return sample
 
+    def generated_tokens(self, job: Job) -> int:
+        """The most tokens that an evaluation generates for a row; 0 if it generates none."""
+        return 0
+
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The sample `row` of `TokenStore.row`, for `hwopt plan --sample 1`: its decoded tokens and its label."""
         tokens = row["input_ids"].tolist()

@@ -173,6 +173,8 @@ class Seq2SeqLM(Task):
         tokens = np.zeros(target or job.data.max_target_length, np.int64)
         return {"input_ids": np.zeros(length, np.int64), "decoder_input_ids": tokens, "decoder_labels": tokens}
 
+    def generated_tokens(self, job: Job) -> int:
+        return job.data.max_target_length if self.options.rouge else 0
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The input, and the target behind it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
 
 from hwopt import api
 from hwopt.cli import run_command
@@ -21,9 +22,9 @@ from hwopt.data.batches.step_batch import Step, Widths
 from hwopt.data.stores.token_store import PairStore
 from hwopt.errors import DataError, InputError
 from hwopt.memory.forecast.lengths import lengths_of
-from hwopt.memory.forecast.measured import measure
+from hwopt.memory.forecast.measured import cpu_memory, measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.trace.dry_run import Shape, generate_last_token
 from hwopt.planning.plan import Plan
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.seq2seq_lm import start_token
@@ -144,6 +145,25 @@ def test_memory_forecast_is_that_of_a_real_step(tmp_path: Path) -> None:
     assert lengths.target < plan.job.data.max_target_length
     real = measure(plan, Shape(memory.rows, memory.width), lengths.head).peak
     assert memory.peak_gib * 2**30 == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_forecast_of_generated_texts_has_the_memory_of_generate(config: dict[str, Any]) -> None:
+    made = AutoConfig.for_model(**config, decoder_start_token_id=0, pad_token_id=0)
+    model: Any = AutoModelForSeq2SeqLM.from_config(made).eval()
+    ones = torch.ones(16, 8, dtype=torch.long)
+    inputs = {"input_ids": ones, "attention_mask": ones}
+
+    def peak(work: Callable[[], object]) -> int:
+        def measured(start: Callable[[], None]) -> None:
+            start()
+            work()
+
+        with torch.no_grad():
+            return cpu_memory(measured).peak
+
+    real = peak(lambda: model.generate(**inputs, max_new_tokens=48, min_new_tokens=48, do_sample=False))
+    assert peak(lambda: generate_last_token(model, inputs | {"decoder_input_ids": ones}, 48)) == pytest.approx(real, rel=0.1)
 
 
 def test_plugins_that_do_not_apply_say_so(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -231,8 +232,31 @@ def add_earlier_gradients(run: Run, tracker: MemoryTracker | None) -> None:
 
 @torch.no_grad()
 def evaluation_step(run: Run, batch: StepBatch) -> None:
-    """Run forward and loss of one evaluation batch."""
+    """Run forward and loss of one evaluation batch, and write the last token of its texts if the task generates them."""
+    tokens = run.task.generated_tokens(run.plan.job)
     with evaluating(run):
         for micro_batch, _ in batch.micro_batches():
             outputs = run.inner_model(**micro_batch.inputs)
+            if tokens:
+                generate_last_token(run.inner_model, micro_batch.inputs, tokens)
             run.evaluation_loss(outputs, micro_batch.targets)
+
+
+def generate_last_token(model: Any, inputs: dict[str, Tensor], tokens: int) -> None:
+    """Do what `generate` does for the last of `tokens` tokens of an encoder-decoder, when its cache is largest."""
+    given = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    encoded = model.get_encoder()(**given)
+    decode = partial(
+        model,
+        encoder_outputs=encoded,
+        attention_mask=given["attention_mask"],
+        decoder_input_ids=inputs["decoder_input_ids"][:, :1],
+        use_cache=True,
+    )
+    cache = decode().past_key_values
+    for number, layer in enumerate(cache.self_attention_cache.layers):
+        rows, heads, _, size = layer.keys.shape
+        earlier = layer.keys.new_empty(rows, heads, max(0, tokens - 2), size)
+        cache.self_attention_cache.update(earlier, earlier, number)
+    logits = decode(past_key_values=cache).logits
+    logits[:, -1].to(torch.float32, copy=True).argmax(-1)

@@ -23,6 +23,7 @@ from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
+from hwopt.tasks.registry import make_task
 
 FORMAT = 14
 """Version of the cache files; increase it with every change of a trace's content."""
@@ -83,6 +84,7 @@ def trace_key(plan: Plan, width: int, head: Head, rows: int = ROWS) -> str:
     ]
     data = plan.job.data
     task = [plan.job.task.kind, len(data.text), data.max_target_length, head, plan.router_loss > 0]
+    task += [make_task(plan.job).generated_tokens(plan.job)]
     task += [model.freeze, model.train_only] if model.chooses_weights else []
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
