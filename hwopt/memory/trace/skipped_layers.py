@@ -6,6 +6,7 @@ skipped returns its input. After the backward pass the gradients of the skipped 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +18,17 @@ from hwopt.memory.trace.extended_trace import Extension
 from hwopt.memory.trace.layer_blocks import BACKWARD, FORWARD, OUTSIDE, Marks, NotRepeated, Repetition, block_between
 from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracker import MemoryTracker
+from hwopt.memory.trace.tracker import MemoryTracker, TooManyOperations
+
+FEWEST_OPERATIONS, OPERATIONS_PER_TOKEN = 800, 2
+"""A forward pass of a layer with more operations, and more for each token, is a loop over the tokens: its trace takes minutes.
+
+A layer of Mamba has 3 or 4 operations for each token. One with attention has about 100 for all tokens, one with a gated delta
+rule has 400, and 12 for each 64 tokens."""
+
+
+class SequentialScan(Exception):
+    """A layer computes token after token, which takes too long to trace. The message says with how many operations."""
 
 
 class SkippedLayers:
@@ -86,7 +97,7 @@ class SkippedLayers:
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: self.mark(OUTSIDE, -1))
         self.mark(FORWARD, number)
-        output = forward(*args, **kwargs)
+        output = self.computed(forward, args, kwargs)
         if number == self.run[-1]:
             self.mark(OUTSIDE, -1)
         self.returns_tuple = isinstance(output, tuple)
@@ -99,6 +110,19 @@ class SkippedLayers:
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.mark(BACKWARD, number))
         return output
+
+    def computed(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of the layer `forward`. Raises SequentialScan if it runs too many operations for its tokens."""
+        tokens = first_input(args, kwargs).shape[1]
+        most = max(FEWEST_OPERATIONS, OPERATIONS_PER_TOKEN * tokens)
+        self.tracker.allowed = len(self.tracker.ends) + most
+        try:
+            return forward(*args, **kwargs)
+        except TooManyOperations:
+            message = f"a layer runs more than {most:,} operations for {tokens:,} tokens: it computes them one after the other"
+            raise SequentialScan(message) from None
+        finally:
+            self.tracker.allowed = math.inf
 
     def skip(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer that is skipped: returns its input."""

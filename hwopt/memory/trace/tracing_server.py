@@ -94,8 +94,8 @@ def trace(request: Request) -> dict[str, Timeline]:
             raise StepFailed("NotRepeated", "no layers are equal")
         try:
             return trace_shapes(steps, request)
-        except StepFailed:
-            if not steps.layers.installed or request.layers == "few":
+        except StepFailed as error:
+            if not steps.layers.installed or request.layers == "few" or error.args[0] == "SequentialScan":
                 raise
             steps.layers.remove()
             return trace_shapes(steps, request)

@@ -7,6 +7,7 @@ Source: torch.distributed._tools.mem_tracker does the same with module hooks and
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,10 @@ DEVICE = torch.ops.prim.device.default
 
 Workspace = Callable[..., "int | ColumnSum"]
 """Takes the arguments of an operator and returns the bytes that its kernel allocates and frees, or the sum that needs them."""
+
+
+class TooManyOperations(Exception):
+    """A part of the step runs more operations than `MemoryTracker.allowed`."""
 
 
 class MemoryTracker(FakeTensorMode):
@@ -58,6 +63,8 @@ class MemoryTracker(FakeTensorMode):
         self.phases = [0, 0]
         self.expandable = False
         self.late_state = False
+        self.allowed: float = math.inf
+        """The number of operations since `reset` at which TooManyOperations is raised."""
         self.counts_of_sum: tuple[int, ...] = (-1,)
         """`counts_of_sum()`; by default no sum is counted as one in place."""
         self._inside = False
@@ -221,6 +228,8 @@ class MemoryTracker(FakeTensorMode):
         used = {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in (*read, *made)}
         self.operands += sorted(number for number in used if number is not None)
         self.ends.append(len(self.operands))
+        if len(self.ends) > self.allowed:
+            raise TooManyOperations
         self.flops.append(float(flops_of(func._overloadpacket, args, kwargs, out)))
         self.dtypes.append(str(read[0].dtype).removeprefix("torch.") if read else "float32")
 
