@@ -8,7 +8,7 @@ played until it needs no more memory than before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,11 +40,18 @@ class PlayedRun:
     """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
-def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = None) -> PlayedRun:
+PlayedSteps = tuple[Timeline, Timeline, Timeline | None, Iterable[Timeline]]
+"""The arguments of `played_run`."""
+
+
+def played_run(
+    train: Timeline, evaluation: Timeline, pooled: Timeline | None = None, earlier: Iterable[Timeline] = ()
+) -> PlayedRun:
     """Return the memory of a run. hwopt tries the largest evaluation batch before step 1.
 
     A later evaluation finds other free blocks: the steps before it have split the large ones for what they keep.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
+    `earlier`: smaller training steps before `train`, the largest one, which cannot use the segments of their large tensors.
     """
     if not train.cached:
         peaks = train.peak(), evaluation.peak()
@@ -52,9 +59,15 @@ def played_run(train: Timeline, evaluation: Timeline, pooled: Timeline | None = 
     allocator = CachingAllocator(train.expandable)
     tried = Player(evaluation, allocator)
     tried.step("missing" if train.late_state else "exists")
-    training = Player(train, allocator, tried)
-    if train.late_state:
-        training.step("created")
+    training = tried
+    state: State = "created" if train.late_state else "exists"
+    for step in earlier:
+        training = Player(step, allocator, training)
+        training.step(state)
+        state = "exists"
+    training = Player(train, allocator, training)
+    if state == "created":
+        training.step(state)
     peak = training.steady_step()
     evaluating = Player(evaluation, allocator, training)
     eval_peak = evaluating.step()
@@ -220,7 +233,7 @@ class Player:
         self.live, self.left = taken, []
 
 
-def largest_played(at: Callable[[int], tuple[Timeline, Timeline, Timeline | None]], budget: float, limit: int = LIMIT) -> int:
+def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int = LIMIT) -> int:
     """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %.
 
     `at`: the arguments of `played_run` for a number.

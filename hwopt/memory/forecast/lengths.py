@@ -55,6 +55,20 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
+    def usual_step(self, plan: Plan, rows: int, width: int) -> list[tuple[int, int]]:
+        """The different (rows, width) of the micro-batches of a step of random training samples, if they are known and smaller.
+
+        `rows`, `width`: those of the largest micro-batch.
+        """
+        if self.train is None:
+            return []
+        share = min(len(self.train), -(-plan.batch.step // plan.world_size))
+        widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
+        drawn = [min(width, widths.of(int(each))) for each in np.random.default_rng(0).choice(self.train, share, replace=False)]
+        cut = plan.recipe.cut or cut_in_order
+        shapes = dict.fromkeys((len(group), max(drawn[place] for place in group)) for group in cut(drawn, rows))
+        return [shape for shape in shapes if shape != (rows, width)]
+
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
     """Return the lengths of the job's data, tokenized as in a run or loaded from `cache`. Raises nothing for bad data."""

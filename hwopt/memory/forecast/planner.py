@@ -11,7 +11,7 @@ from typing import Any
 from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
-from hwopt.memory.allocator.playback import largest_played, played_run
+from hwopt.memory.allocator.playback import PlayedSteps, largest_played, played_run
 from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
@@ -96,7 +96,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan) - waiting_bytes(plan, memory.rows)
     rows, width = memory.rows, memory.width
     eval_batch = partial(lengths.eval_batch, plan)
-    run = partial(run_at, plan, trace)
+    run = partial(run_at, plan, lengths, trace)
     most = plan.model.max_positions or MOST_LENGTH
     longest = None
     if not trace.fixed_width and plan.context.task.inputs != "images":
@@ -110,15 +110,17 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
 
 
 def run_at(
-    plan: Plan, trace: Trace, rows: int, eval_rows: int, width: int, step: Timeline | None = None
-) -> tuple[Timeline, Timeline, Timeline | None]:
+    plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int, step: Timeline | None = None
+) -> PlayedSteps:
     """Return the arguments of `played_run` for these sizes; `step` is the training step, if it is known."""
     step = step or trace.train.at(rows, width)
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
         pooled = trace.train.at(max(1, tokens // width), width)
-    return step, trace.eval.at(eval_rows, width), pooled
+    scales = not trace.fixed_width and plan.recipe.collate is None
+    earlier = (trace.train.at(*shape) for shape in (lengths.usual_step(plan, rows, width) if scales else ()))
+    return step, trace.eval.at(eval_rows, width), pooled, earlier
 
 
 def traced_step(plan: Plan, shape: Shape, head: Head, cache: Path | None) -> tuple[Trace, Timeline]:
@@ -141,7 +143,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step
     """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
     buckets = bucket_bytes(plan)
     waiting = waiting_bytes(plan, shape.rows)
-    run = played_run(*run_at(plan, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, step))
+    run = played_run(*run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, step))
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hwopt.memory.allocator.playback import PlayedRun, largest_played, played_run
+from hwopt.memory.allocator.playback import PlayedRun, PlayedSteps, largest_played, played_run
 from hwopt.memory.trace.timeline import KINDS, Timeline
 
 MIB = 1 << 20
@@ -87,14 +87,22 @@ def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(la
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "optimizer_state", "activations", "temporary")])
     evaluation = replace(timeline([100, 20, 300, 0], [3, -3], before=2), kinds=kinds)
     train = replace(timeline([100, 20, 40, 10], [3, -3, 4, -4], before=2), kinds=kinds, late_state=late)
-    run = played_run(replace(train, phases=np.array([3, 4])), evaluation)
+    train = replace(train, phases=np.array([3, 4]))
+    run = played_run(train, evaluation)
     assert run.reserved == (720 - 20 if late else 420) * MIB
+    assert played_run(train, evaluation, earlier=[train]) == run
     assert (run.train.bytes, run.eval.bytes) == (160 * MIB, 420 * MIB)
 
 
 def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -> None:
     train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 30], [2, -2], before=1)
     assert played_run(train, evaluation).reserved == 170 * MIB
+
+
+def test_largest_step_cannot_use_the_segments_of_a_smaller_one_before_it() -> None:
+    small, evaluation, large = (timeline([100, size], [2, -2], before=1) for size in (50, 20, 80))
+    assert played_run(large, evaluation).reserved == 200 * MIB
+    assert played_run(large, evaluation, earlier=[small]).reserved == 250 * MIB
 
 
 def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
@@ -111,8 +119,8 @@ def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
 def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)
 
-    def at(rows: int) -> tuple[Timeline, Timeline, None]:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation, None
+    def at(rows: int) -> PlayedSteps:
+        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation, None, ()
 
     most = largest_played(at, budget_mib * MIB)
     assert played_run(*at(most)).reserved <= budget_mib * MIB

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import examples, named
@@ -25,6 +26,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
+from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.memory.trace.dry_run import Head, Shape
@@ -330,6 +332,15 @@ def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     memory = plan_memory(plan, cache_folder())
     assert memory.width == 32
     assert "the data could not be read" in memory.width_source
+
+
+def test_usual_step_has_the_shapes_of_micro_batches_of_random_samples(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "data", BERT, {"batch": {"train": 4, "effective": 16}}, hardware=described("a card", (8, 6), 8.0))
+    lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 32 + [32], np.int32), longest=32)
+    assert lengths.usual_step(plan, 4, 32) == [(4, 8)]
+    assert replace(lengths, train=np.full(32, 32, np.int32)).usual_step(plan, 4, 32) == []
+    assert replace(lengths, train=None).usual_step(plan, 4, 32) == []
+    assert lengths.usual_step(plan, 3, 4) == [(1, 4)]
 
 
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
