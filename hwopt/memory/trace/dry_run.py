@@ -168,6 +168,8 @@ def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, tim
     counts = [1] * len(lengths) if run.task.facts.target == "sample" else lengths
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
     padded = default_collate(run)(cut=cut_in_order, max_rows=rows)
+    if padded.widths.of(width) != width:  # a shape that is traced beside the one of the plan
+        padded = replace(padded, widths=replace(padded.widths, fixed=(*sorted({*padded.widths.fixed, width}),)))
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
     batch: StepBatch = collate(step, samples, counts)
     return batch

@@ -162,6 +162,29 @@ class LateHoard(Hoard):
         recipe.events.append(Copies())
 
 
+class TwoWidths(Plugin):
+    """Pads micro-batches to 16 or 48 tokens."""
+
+    name = "two_widths"
+    stage = Stage.DATA
+
+    def probe(self, context: Context) -> Decision:
+        return Decision.apply("for the test of the planner")
+
+    def apply(self, recipe: Recipe, context: Context) -> None:
+        recipe.batch["widths"] = (16, 48)
+
+
+def test_shape_between_two_fixed_widths_is_traced_as_it_is(tmp_path: Path) -> None:
+    """It says how a step depends on its width: padded to 48, it would say that it does not."""
+    registry = Registry()
+    registry.add(TwoWidths)
+    plan = planned(tmp_path, BERT, {"two_widths": {}}, registry)
+    assert plan.batch.widths == (16, 48)
+    peaks = [trace_plan(each, 48, Head(2)).train.at(8, 32).peak() for each in (plan, planned(tmp_path, BERT, {}))]
+    assert peaks[0].bytes == pytest.approx(peaks[1].bytes, rel=0.01)
+
+
 @pytest.mark.parametrize("plugin", [Hoard, LateHoard])
 def test_memory_of_a_third_party_plugin_is_counted(plugin: type[Plugin], tmp_path: Path) -> None:
     registry = Registry()
