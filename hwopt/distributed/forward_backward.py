@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -37,6 +37,10 @@ class ForwardBackward:
     def tensors(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """What the passes read of `micro_batch`, in the same order for all of a run."""
         return {**micro_batch.inputs, TARGETS: micro_batch.targets}
+
+    def constants(self) -> Hashable:
+        """What `compute` reads on the host beside the tensors: what was recorded holds for these values alone."""
+        return ()
 
     def set_weight(self, micro_batch: MicroBatch) -> None:
         """Write the weight of the loss of `micro_batch` into the memory that `compute` reads."""

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import datasets
+
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
 from hwopt.errors import InputError
@@ -15,6 +17,8 @@ from hwopt.export.arguments import LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
+SAMPLED = 500
+"""Rows of a dataset whose tokens are counted."""
 SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
 """Arguments by which the Trainer would do a second time what a plugin does."""
 
@@ -44,8 +48,8 @@ def with_defaults(args: Any) -> Any:
     raise InputError(f"{type(args).__name__} cannot be made with its defaults, so what you set cannot be told from them")
 
 
-def script_of(args: Any, lacks: Mapping[str, str]) -> Script:
-    """What TrainingArguments say of the training. `lacks`: as in `Script`."""
+def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Script:
+    """What TrainingArguments say of the training with the rows of `dataset`. `lacks`: as in `Script`."""
     return Script(
         rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         eval_rows=args.per_device_eval_batch_size,
@@ -54,7 +58,18 @@ def script_of(args: Any, lacks: Mapping[str, str]) -> Script:
         own=own_words(args),
         lacks=lacks,
         world_size=args.world_size,
+        tokens_per_sample=mean_tokens(dataset),
     )
+
+
+def mean_tokens(dataset: Any) -> float | None:
+    """The mean tokens of some rows of `dataset`, without padding; None if it is not stored tokens, or transforms its rows."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom" or not len(dataset):
+        return None
+    few = dataset.select(range(0, len(dataset), max(1, len(dataset) // SAMPLED))).with_format(None)
+    if "attention_mask" in few.column_names:
+        return sum(map(sum, few["attention_mask"])) / len(few)
+    return sum(map(len, few["input_ids"])) / len(few) if "input_ids" in few.column_names else None
 
 
 def plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hwopt.data.batches.step_batch import Widths
 from hwopt.hosts.additivity import Law
 
 Batch = Mapping[str, Any]
@@ -23,6 +24,8 @@ PADDING = dict.fromkeys(
     ("attention_mask", "token_type_ids", "decoder_attention_mask", "completion_mask", "assistant_masks"), 0
 ) | {"labels": -100}
 """Key of a batch -> the value that pads it on the right. With `input_ids`, these are cut to the tokens of a micro-batch."""
+AS_LONG = Widths()
+"""Micro-batches are as wide as their longest row."""
 HALVES = ("input_ids", "attention_mask", "completion_mask")
 """Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
 
@@ -62,10 +65,10 @@ def rows_of(batch: Any) -> int | None:
 
 def lengths_of(batch: Batch) -> list[int]:
     """The columns that each row needs: up to its last token, which the attention mask names."""
-    mask, width = batch.get("attention_mask"), width_of(batch)
-    rows = rows_of(batch) or 0
-    if not isinstance(mask, Tensor) or mask.shape != batch["input_ids"].shape or mask.ndim < 2 or not known_columns(batch):
-        return [width] * rows
+    width = width_of(batch)
+    if not is_padded(batch):
+        return [width] * (rows_of(batch) or 0)
+    mask = batch["attention_mask"]
     used = mask.ne(0)
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.shape == mask.shape:
@@ -73,6 +76,12 @@ def lengths_of(batch: Batch) -> list[int]:
     columns = torch.arange(1, width + 1, device=mask.device)
     lengths: list[int] = (used * columns).flatten(1).amax(1).clamp(min=1).tolist()
     return lengths
+
+
+def is_padded(batch: Batch) -> bool:
+    """Whether columns on the right can be taken from `batch` and added to it: the mask says which are padding."""
+    mask = batch.get("attention_mask")
+    return isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape and mask.ndim > 1 and known_columns(batch)
 
 
 def labels_of(batch: Batch, shifted: bool) -> list[int]:
@@ -96,14 +105,16 @@ def micro_batches(
     pad_id: int | None = None,
     shifted: bool = False,
     pairs: bool = False,
+    widths: Widths = AS_LONG,
 ) -> list[CollatedPart]:
     """The micro-batches of a step of `batches`, each of at most `rows` rows, halved `halvings` times.
 
     `pad_id`: the token that pads `input_ids`. `shifted`: the label of a row's first column does not count. `pairs`: chosen and
-    then rejected rows, which are split as pairs. Batches with values that are not one per row stay whole.
+    then rejected rows, which are split as pairs. `widths`: what a micro-batch is padded to, if its columns are known. Batches
+    with values that are not one per row stay whole.
     """
     if pairs:
-        parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id)
+        parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id, widths=widths)
         return [replace(part, inputs=as_halves(part.inputs)) for part in parts]
     found: list[CollatedPart] = []
     for batch, mean_over in units(batches, law, pad_id):
@@ -112,9 +123,10 @@ def micro_batches(
             found.append(CollatedPart(dict(batch), 1.0, (width_of(batch),)))
             continue
         lengths = lengths_of(batch)
+        padded = [widths.of(length) for length in lengths] if pad_id is not None and is_padded(batch) else lengths
         total = labels_in(batch, shifted) if law == "labels" else mean_over
-        for group in halved(cut(lengths, rows), halvings):
-            inputs = sliced(batch, list(group), max(lengths[row] for row in group))
+        for group in halved(cut(padded, rows), halvings):
+            inputs = sliced(batch, list(group), max(padded[row] for row in group), pad_id)
             part = labels_in(inputs, shifted) if law == "labels" else len(group)
             if total > part == 0:
                 continue  # the mean over no label is not a number
@@ -191,18 +203,24 @@ def concatenated(batches: Sequence[Batch], pad_id: int | None) -> Batch:
         values = [batch[key] for batch in batches]
         widest = max((value.shape[-1] for value in values if value.ndim > 1), default=0)
         if any(value.ndim > 1 and value.shape[-1] < widest for value in values):
-            filler = PADDING.get(key, pad_id)
-            values = [torch.nn.functional.pad(value, (0, widest - value.shape[-1]), value=filler) for value in values]
+            values = [widened(value, widest, PADDING.get(key, pad_id)) for value in values]
         found[key] = torch.cat(values)
     return found
 
 
-def sliced(batch: Batch, rows: list[int], width: int) -> dict[str, Any]:
-    """The `rows` of `batch`, without the columns right of `width`."""
+def widened(value: Tensor, width: int, filler: Any) -> Tensor:
+    """`value` with columns of `filler` on the right, `width` in all."""
+    return torch.nn.functional.pad(value, (0, width - value.shape[-1]), value=filler)
+
+
+def sliced(batch: Batch, rows: list[int], width: int, pad_id: int | None = None) -> dict[str, Any]:
+    """The `rows` of `batch`, without the columns right of `width`, or padded up to it."""
     full = width_of(batch)
     found = {}
     for key, value in batch.items():
         part = value[rows]
         wide = (key == "input_ids" or key in PADDING) and part.ndim > 1 and part.shape[-1] == full
-        found[key] = part[..., :width].contiguous() if wide and width < full else part
+        if wide and width != full:
+            part = part[..., :width].contiguous() if width < full else widened(part, width, PADDING.get(key, pad_id))
+        found[key] = part
     return found

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.hosts.arguments import script_of
-from hwopt.hosts.limits import TRAINER_LACKS
+from hwopt.hosts.limits import TRAINER_LACKS, own_passes
 from hwopt.hosts.script_plan import NAME, plan_for, task_of
 from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
@@ -69,7 +69,11 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     described = described_model(model, {})
     if kind == "SFTConfig":
         described = with_language_head(described)
-    if any(getattr(args, word, None) for word in WHOLE):
+    whole = next((word for word in WHOLE if getattr(args, word, None)), "")
+    passes = (
+        own_passes(Trainer, args, {}) or whole or ("SFTTrainer logs values of each micro-batch" if kind == "SFTConfig" else "")
+    )
+    if whole:
         batch = plugins.get("batch") or {}
         plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
     config = getattr(described, "config", described)
@@ -77,8 +81,9 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
     profile = None if card == "auto" else Inputs().profile_of_card(card)
     hardware = None if profile is None else hardware_of_card(profile)
+    lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
     found = plan_for(
-        described, "auto" if profile is None else profile.name, script_of(args, TRAINER_LACKS), plugins, hardware=hardware
+        described, "auto" if profile is None else profile.name, script_of(args, lacks, dataset), plugins, hardware=hardware
     )
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))

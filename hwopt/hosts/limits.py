@@ -23,15 +23,17 @@ TRAINER_LACKS: dict[str, str] = {
     "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
     "scaler": "Accelerate makes the loss scaler",
     "engine": "your Trainer owns the backward pass, clipping and the update",
-    "forward_backward": "your Trainer owns the forward and the backward pass",
+    "prepared_steps": "your collator pads the batches; set torch_compile = True in your arguments for a compiled model",
     "state": "your Trainer's checkpoints have no place for it",
     "final_steps": "the model that is saved is yours; pass peft_config or a prepared model",
     "events['on_gradients']": "your Trainer clips before anybody sees the gradients",
-    "batch['widths']": "your collator pads the batches",
 }
 """Field of the recipe, or key, that a Trainer has no place for -> why the plugin that writes it is skipped."""
 SCRIPT_LACKS = {
     **{field: type(why)(re.sub("your (Trainer|arguments)", "your script", why)) for field, why in TRAINER_LACKS.items()},
+    "forward_backward": "your script owns the forward and the backward pass",
+    "prepared_steps": "your collator pads the batches",
+    "batch['widths']": "your collator pads the batches",
     "loader": "your script makes the DataLoader",
     "order": "your script's sampler orders the rows",
     "optimizer_wraps": "your script steps its own optimizer",
@@ -44,14 +46,16 @@ OWN_PARTS_LACK = {
     "final_steps": "the model that is saved is yours",
 }
 """The same for a user's own module in hwopt's loop."""
-STEP_FIELDS = ("cut", "batch['train']")
-"""What splits a step."""
+STEP_FIELDS = ("cut", "batch['train']", "forward_backward")
+"""What splits a step, and computes its parts."""
 ENGINE_FIELDS = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps", "optimizer", "optimizer_wraps")
 """What DeepSpeed, FSDP and Megatron do themselves."""
 NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
 """Trainers of TRL that make the samples of a step themselves."""
+MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hwopt", "hwopt_plugins")
+"""Packages whose modules keep no state on the host in a forward pass."""
 LIBRARIES = ("transformers", "trl", "sentence_transformers", "hwopt")
 """Packages whose Trainers take their loader and optimizer from the arguments."""
 OWN_OPTIMIZER = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
@@ -78,11 +82,39 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found["loader"] = f"{loader} makes the DataLoader"
     if is_stream(given.get("train_dataset")):
         found["loader"] = "each worker would repeat your IterableDataset; set dataloader_num_workers where it shares its rows"
+    if passes := own_passes(trainer, args, given):
+        found["forward_backward"] = passes
     if args.use_liger_kernel:
         found["loss"] = "use_liger_kernel of your arguments chooses the kernels of the loss"
     if any(cls.__name__ in GENERATING for cls in trainer.__mro__):
         found |= dict.fromkeys(STEP_FIELDS, "the trainer makes its rows inside the step")
     return found
+
+
+def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
+    """Why the passes of a micro-batch are the Trainer's alone: they do more than operators of the device; "" if they do not."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        return "on several devices your Trainer's backward pass exchanges gradients"
+    if args.torch_compile:
+        return "torch_compile = True of your arguments compiles the passes"
+    if given.get("compute_loss_func") is not None:
+        return "compute_loss_func is yours, and may read values on the host"
+    for cls in trainer.__mro__:
+        if cls.__module__.partition(".")[0] not in ("transformers", "hwopt"):
+            for method in ("compute_loss", "training_step"):
+                if method in vars(cls):
+                    return f"{cls.__name__}.{method}() may read values on the host, for its log"
+    return ""
+
+
+def unknown_part(model: Any) -> str:
+    """What in `model` may do more than operators of the device: a module that is no library's, or a hook; "" for nothing."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] not in MODULES:
+            return f"{name or 'the model'} is a {type(module).__name__} of yours"
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return f"{name or 'the model'} has a hook"
+    return ""
 
 
 def is_stream(dataset: Any) -> bool:

@@ -22,6 +22,7 @@ from hwopt.training.optimizer import state_defaults
 
 ARGUMENTS_LACK = TRAINER_LACKS | {
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
+    "forward_backward": "arguments cannot record the passes of a step; hwopt.optimized does",
     "events": "arguments cannot call it in each step; hwopt.optimized does",
     "optimizer_wraps": "arguments cannot wrap the optimizer; hwopt.optimized does",
 }

@@ -63,6 +63,8 @@ class Script:
     """Whether the host adds an adapter to the model after the plan is made."""
     micro_rows: int | None = None
     """Rows that the script computes at once. The profile's number is no more; None: it is the profile's."""
+    tokens_per_sample: float | None = None
+    """Mean tokens of a row; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def plan_for(
         world_size=script.world_size,
         strict=strict,
         lacking=script.lacks,
+        tokens_per_sample=lambda: script.tokens_per_sample,
     )
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it

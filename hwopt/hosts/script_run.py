@@ -100,7 +100,6 @@ class Loader:
 class ScriptRun(PlannedRun):
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
-    forward_backward: ClassVar[None] = None
     active: ClassVar[ScriptRun | None] = None
     """The run whose process contexts are entered."""
 
@@ -121,6 +120,8 @@ class ScriptRun(PlannedRun):
         self.eval_loader: Any = None
         self.observation = Observation()
         self.engine = ScriptEngine(self)
+        self.forward_backward: Any = None
+        """Both passes of a micro-batch, in a Trainer whose steps are split."""
         self.step = 0
         self.total_steps = 0
         self.began = False
@@ -231,10 +232,16 @@ class ScriptRun(PlannedRun):
         self.found = found
 
     def make_smaller(self, trained: Iterable[torch.nn.Parameter], rows: int, reason: str) -> None:
-        """Free the gradients of a step of `rows` rows that ran out of memory, and let the next try have smaller parts."""
+        """Free the gradients of a step of `rows` rows that ran out of memory, and let the next try have smaller parts.
+
+        If the passes kept memory, that is freed instead, and the parts stay.
+        """
         for parameter in trained:
             parameter.grad = None
+        freed = self.forward_backward is not None and self.forward_backward.free()
         release_unused_memory()
+        if freed:
+            return
         self.backoff.reduce(rows.bit_length(), f"at step {self.step + 1}", reason)
 
     def token_line(self) -> str:

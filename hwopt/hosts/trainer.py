@@ -22,6 +22,7 @@ from accelerate.data_loader import DataLoaderShard
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 from hwopt.errors import InputError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import inner, refuse_other_laws
 from hwopt.hosts.arguments import apply_plan, script_of
@@ -99,7 +100,8 @@ class OptimizedTrainer(Base):
         if model is None and given.get("model_init") is None:
             raise InputError("optimized() needs model= or model_init=")
         refuse_prepared(model)
-        script = replace(script_of(args, lacks_of(type(self), args, given)), adapter=given.get("peft_config") is not None)
+        script = script_of(args, lacks_of(type(self), args, given), given.get("train_dataset"))
+        script = replace(script, adapter=given.get("peft_config") is not None)
         found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
         self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
@@ -179,10 +181,19 @@ class OptimizedTrainer(Base):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         return self._split.loss(model, partial(super().training_step, model), inputs, num_items_in_batch)
 
+    def prediction_step(self, *positional: Any, **named: Any) -> Any:
+        try:
+            return super().prediction_step(*positional, **named)
+        except torch.OutOfMemoryError:
+            if self._run.forward_backward is None or not self._run.forward_backward.free():
+                raise
+        release_unused_memory()
+        return super().prediction_step(*positional, **named)
+
     def compute_loss(self, *positional: Any, **named: Any) -> Any:
         found = super().compute_loss(*positional, **named)
-        weight = self._split.weight
-        if weight == 1.0:
+        weight = self._split.passes.weight
+        if isinstance(weight, float) and weight == 1.0:
             return found
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
@@ -201,6 +212,7 @@ class OptimizedTrainer(Base):
                 run.stop_observing()
                 if self._split.is_split and (line := run.token_line()):
                     run.say(line)
+                self._split.end()
                 run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
 
     def _take_over_arguments(self) -> None:

@@ -14,13 +14,16 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
-from hwopt.hosts.limits import STEP_FIELDS
+from hwopt.hosts.limits import STEP_FIELDS, unknown_part
 from hwopt.hosts.probe import adds_up, is_rough, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
+from hwopt.hosts.trainer_passes import TrainerPasses
 from hwopt.text import first_line, listing
+from hwopt.training.accumulation import not_timed
 
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
@@ -33,8 +36,9 @@ class TrainerStep:
 
     def __init__(self, trainer: Any, run: ScriptRun, compute_loss: Callable[..., Any], additive: Law | None) -> None:
         self.trainer, self.run, self.compute_loss, self.additive = trainer, run, compute_loss, additive
-        self.weight = 1.0
-        """What the loss of the present micro-batch is multiplied by."""
+        self.passes = TrainerPasses(trainer, run)
+        self.widths = Widths()
+        """What micro-batches are padded to."""
         self.law: Additivity | None = None
         """How the loss adds up; None before the first step."""
         self.batches: list[Batch] = []
@@ -72,6 +76,10 @@ class TrainerStep:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
 
+    def end(self) -> None:
+        """Forget the law, which the next training finds for its model, and free what the passes keep on the device."""
+        self.law = self.run.forward_backward = None
+
     def _find_law(self, model: Any) -> None:
         """Find how the loss adds up, confirm it on rows of the first step, and say it."""
         self.run.stop_observing()
@@ -81,14 +89,27 @@ class TrainerStep:
         if found.law is not None and self._any_rank(rows >= 2 and not self._agrees(model, first, found)):
             found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
         self.law = found
-        self.run.observe()
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
+            self._wrap_passes(model)
             kinds: list[Any] = list(map(type, self.trainer.callback_handler.callbacks))
             if seeing := [kind.__name__ for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end]:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
+        self.run.observe()  # with hooks in the model, which are not the user's
+
+    def _wrap_passes(self, model: Any) -> None:
+        """Let the plan's plugin wrap the passes of a micro-batch, if they are operators of the device alone."""
+        run, wrap = self.run, self.run.recipe.forward_backward
+        run.forward_backward, widths = self.passes, run.batch.widths
+        if wrap is not None:
+            if part := unknown_part(inner(model)) or ("additive is yours" if self.additive is not None else ""):
+                run.leave_out({"forward_backward": f"{part}: the passes may do more than operators of the device"})
+                widths = ()
+            else:
+                run.forward_backward = wrap(run, self.passes)
+        self.widths = Widths(widths, run.batch.pad_to_multiple_of)
 
     def _any_rank(self, found: bool) -> bool:
         """Whether one of the ranks has `found`: all split their steps, or none does."""
@@ -138,7 +159,9 @@ class TrainerStep:
         shifted = shifts_labels(self.trainer.model)
         by_labels = law.law == "rows" and self.additive is None and ignores_rows(batches)
         how: Law = "labels" if by_labels else law.law
-        return micro_batches(batches, how, cut, rows, halvings, pad_id=self._pad_id, shifted=shifted, pairs=law.pairs)
+        return micro_batches(
+            batches, how, cut, rows, halvings, pad_id=self._pad_id, shifted=shifted, pairs=law.pairs, widths=self.widths
+        )
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
@@ -168,18 +191,13 @@ class TrainerStep:
         return total
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
-        counted: list[Any] = []
-        try:
-            for number, part in enumerate(parts):
-                self.weight = part.weight
-                last = number == len(parts) - 1
-                with nullcontext() if last else self.trainer.accelerator.no_sync(model=model):
-                    loss = compute(sent(part.inputs, self.run.device), count)
-                    if part.weight:  # the mean over no label is not a number
-                        counted.append(loss)
-        finally:
-            self.weight = 1.0
-        return sum(counted) if counted else loss
+        self.passes.begin(model, compute, count)
+        total: Any = 0
+        for number, part in enumerate(parts):
+            loss = self.run.forward_backward(part, number == 0, number == len(parts) - 1, not_timed)
+            if part.weight:  # the mean over no label is not a number
+                total = total + loss
+        return total if any(part.weight for part in parts) else loss
 
     def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:
         """Log for each batch of the step what TRL logged for each micro-batch; `before`: its counters before the step.
@@ -223,11 +241,3 @@ class TrainerStep:
 def own_values(values: Any, *args: Any, **options: Any) -> Any:
     """Accelerate's `gather` of this rank alone."""
     return values
-
-
-def sent(inputs: Mapping[str, Any], device: torch.device) -> Any:
-    """`inputs` on `device`. The copies do not wait for a GPU: they start from pinned memory."""
-    if device.type != "cuda":
-        return inputs
-    pinned = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-    return send_to_device(pinned, device, non_blocking=True)

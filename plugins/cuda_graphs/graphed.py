@@ -72,7 +72,7 @@ class GraphedForwardBackward(ForwardBackward):
             self.begin_step(alone=last)
         tensors = self.passes.tensors(micro_batch)
         inputs = list(tensors.values())
-        key = (self.alone, *tensors, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        key = (self.alone, self.passes.constants(), *tensors, *((tensor.shape, tensor.dtype) for tensor in inputs))
         self.seen[key] += 1
         large = bool(self.tokens) and inputs[0].shape[:2].numel() > self.tokens
         graph = None if large else self.graph_of(key, tensors)

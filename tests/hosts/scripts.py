@@ -107,7 +107,8 @@ def train(
         model=model,
         args=args,
         train_dataset=rows(),
-        data_collator=lambda features: padded(features, classes=make not in (llama, t5)),
+        eval_dataset=rows(16),
+        data_collator=lambda features: padded(features, classes=model.config.model_type not in ("llama", "t5")),
         callbacks=[log, *callbacks],
     )
     trainer.train(resume_from_checkpoint=resume)
