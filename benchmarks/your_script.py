@@ -264,7 +264,7 @@ class Steps(transformers.TrainerCallback):
 
 
 def per_step(script: Callable[..., Any], wrap: Any) -> tuple[float, float]:
-    """(launches, waits) of a step, averaged over the last WARM steps."""
+    """(launches, waits) of a step, averaged over the WARM steps before the last one."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()
     transformers.set_seed(0)
@@ -272,13 +272,13 @@ def per_step(script: Callable[..., Any], wrap: Any) -> tuple[float, float]:
     steps = Steps()
     trainer.add_callback(steps)
     trainer.train()
-    first, last = steps.counts[-WARM - 1], steps.counts[-1]
+    first, last = steps.counts[-WARM - 2], steps.counts[-2]
     launches, waits = last["launch"] - first["launch"], last.waits - first.waits
     return launches / WARM, waits / WARM
 
 
 WARM = 4
-"""Counted steps: the last ones, after evidence has looked at the first."""
+"""Counted steps: those before the last one, because evidence looks at the first and the last."""
 
 
 def card_row(name: str, script: Callable[..., Any]) -> str:

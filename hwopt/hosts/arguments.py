@@ -112,6 +112,9 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
             done.setdefault(plugin, f"{name} of {kind} is off in the Trainer: {applied[plugin]} does it in the model")
     changed += done.values()
     if named and "model_init_kwargs" in inspect.signature(type(args)).parameters:
-        kwargs = dict(args.model_init_kwargs or {})
-        args.model_init_kwargs = dict(recipe.model_kwargs) | kwargs
+        planned, own = dict(recipe.model_kwargs), dict(args.model_init_kwargs or {})
+        if plan.model.frozen and recipe.accelerator.get("mixed_precision") and "dtype" not in own:
+            planned["dtype"] = "auto"
+            changed.append("the weights below the adapter keep the dtype of their file; dtype in model_init_kwargs sets another")
+        args.model_init_kwargs = planned | own
     return changed

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl.trainer import sft_trainer
 
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS, own_passes
-from hwopt.hosts.script_plan import NAME, plan_for, task_of
+from hwopt.hosts.peft_words import adapter_options, quantize_options
+from hwopt.hosts.script_plan import NAME, plan_for, task_of, transformers_model
 from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
@@ -29,8 +33,8 @@ KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
 LENGTH = 1024
 """Tokens of a row if neither the data, the arguments nor the model say a number."""
-
-
+TILE = (4096, 32_768)
+"""Tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)."""
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 
@@ -52,12 +56,13 @@ class Fit:
         return {True: "fits", False: "does not fit", None: "UNKNOWN"}[self.fits] + f": {self.why}"
 
 
-def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", **plugins: Any) -> Fit:
+def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", peft_config: Any = None, **plugins: Any) -> Fit:
     """Whether `hwopt.optimized` with these arguments fits into the memory of `card`, without running it.
 
     `model`: a name, a config or a module. `args`: TrainingArguments or SFTConfig. `dataset`: rows with `input_ids`, for the
     longest one; without them `max_length` of `args` counts, else what the model takes. `card`: a profile, or a part of the name
-    that CUDA reports ("Tesla T4"); "auto": this machine. `plugins`: plugin -> its options, or False to leave it out.
+    that CUDA reports ("Tesla T4"); "auto": this machine. `peft_config`: the LoraConfig that the trainer gets; a model of PEFT
+    brings its own. `plugins`: plugin -> its options, or False to leave it out.
     The answer is None with a reason where the forecast does not know the trainer or the model.
     Raises InputError for a card that no profile describes, and as `hwopt.resolve` does.
     """
@@ -66,13 +71,15 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     if kind not in KNOWN:
         why = f"its trainer may hold a second model, or make its rows in the step; the forecast knows {listing(KNOWN)}"
         return Fit(None, f"{kind}: {why}")
-    described = described_model(model, {})
+    described, adapted, unknown = without_adapter(described_model(model, {}), args, peft_config)
+    if unknown:
+        return Fit(None, unknown)
+    plugins = {"adapter": False, "quantize": False} | adapted | plugins
     if kind == "SFTConfig":
         described = with_language_head(described)
     whole = next((word for word in WHOLE if getattr(args, word, None)), "")
-    passes = (
-        own_passes(Trainer, args, {}) or whole or ("SFTTrainer logs values of each micro-batch" if kind == "SFTConfig" else "")
-    )
+    logs = "SFTTrainer logs values of each micro-batch" if kind == "SFTConfig" else ""
+    passes = own_passes(Trainer, args, {}) or whole or logs
     if whole:
         batch = plugins.get("batch") or {}
         plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
@@ -82,6 +89,11 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     profile = None if card == "auto" else Inputs().profile_of_card(card)
     hardware = None if profile is None else hardware_of_card(profile)
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
+    if kind == "SFTConfig" and hasattr(sft_trainer, "add_fused_lm_head"):  # the trainer's own loss without logits
+        vocabulary = config.get_text_config().vocab_size
+        plugins = {"fused_loss": {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}} | plugins
+        del lacks["loss"]
+    del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
     found = plan_for(
         described, "auto" if profile is None else profile.name, script_of(args, lacks, dataset), plugins, hardware=hardware
     )
@@ -92,6 +104,45 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     if memory.lower_bound:
         why = f"at least {why}; {memory.note}"
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
+
+
+def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
+    """Chunks of plugin "fused_loss" that need about the memory of the fused head of TRL, which has tiles of TILE logits.
+
+    A tile is kept in half precision, a chunk also in fp32: three times the bytes.
+    """
+    tokens: int = args.per_device_train_batch_size * max(rows_lengths(dataset, args), default=args.max_length or LENGTH)
+    return ceil(3 * max(1, tokens / TILE[0]) * max(1, vocabulary / TILE[1]))
+
+
+def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, dict[str, Any], str]:
+    """`described` without its adapter and quantization, the plugins that do the same, and why there are none, else ""."""
+    adapter = peft_config or next(iter(getattr(described, "peft_config", {}).values()), None)
+    described = transformers_model(described)
+    config = getattr(described, "config", described)
+    loading = getattr(args, "model_init_kwargs", None) or {}
+    quantization = loading.get("quantization_config") or getattr(config, "quantization_config", None)
+    registry, plugins, why = Inputs().registry, dict[str, Any](), ""
+    if quantization is not None:
+        plugins["quantize"], why = quantize_options(quantization, registry)
+        if adapter is None:
+            return described, plugins, "the weights are quantized and there is no adapter: give peft_config"
+    if adapter is not None and not why:
+        plugins["adapter"], why = adapter_options(adapter, registry)
+        dtype = str(loading.get("dtype") or dtype_of(described)).removeprefix("torch.")
+        if quantization is None and dtype not in ("bfloat16", "float16"):
+            why = why or (
+                f"the frozen weights have the dtype {dtype}, and the forecast has them in half precision: load the model with "
+                "dtype=torch.bfloat16"
+            )
+    return described, plugins, why
+
+
+def dtype_of(described: Any) -> Any:
+    """The dtype of the frozen weights, or what the config says of them."""
+    if hasattr(described, "parameters"):
+        return next((p.dtype for p in described.parameters() if not p.requires_grad), next(described.parameters()).dtype)
+    return getattr(described, "dtype", None)
 
 
 def with_language_head(described: Any) -> Any:
@@ -107,18 +158,25 @@ def with_language_head(described: Any) -> Any:
 def job_with(config: Any, kind: str) -> JobFile:
     """A job with the model of `config` itself, so that a step can be traced without a download."""
     values = {key: value for key, value in config.to_diff_dict().items() if value is not None and not key.startswith("_")}
+    values.pop("quantization_config", None)  # a plugin quantizes the weights
     table = values | {"model_type": config.model_type}
     return make_job(Document(NAME, {"model": {"config": table}, "data": {"train": NAME}, "task": {"kind": kind}}))
+
+
+def rows_lengths(dataset: Any, args: Any) -> list[int]:
+    """The tokens of each row of `dataset`, at most `max_length` of `args`; [] if it has no `input_ids`."""
+    if "input_ids" not in (getattr(dataset, "column_names", None) or next(iter(dataset or ()), {})):
+        return []
+    limit = getattr(args, "max_length", None) or sys.maxsize
+    return [min(len(row["input_ids"]), limit) for row in dataset]
 
 
 def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:
     """The tokens of each row of `dataset`, or only the longest that a row may have."""
     labels = getattr(config, "num_labels", None) or 2
     limit = getattr(args, "max_length", None)
-    if "input_ids" in (getattr(dataset, "column_names", None) or next(iter(dataset or ()), {})):
-        tokens = np.array([len(row["input_ids"]) for row in dataset], np.int32)
-        tokens = np.minimum(tokens, limit) if limit else tokens
-        return Lengths(tokens, int(tokens.max()), labels, "the longest row")
+    if tokens := rows_lengths(dataset, args):
+        return Lengths(np.array(tokens, np.int32), max(tokens), labels, "the longest row")
     if limit:
         return Lengths(None, limit, labels, "max_length of the arguments")
     most = plan.model.max_positions

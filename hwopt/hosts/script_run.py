@@ -121,7 +121,7 @@ class ScriptRun(PlannedRun):
         self.observation = Observation()
         self.engine = ScriptEngine(self)
         self.forward_backward: Any = None
-        """Both passes of a micro-batch, in a Trainer whose steps are split."""
+        """Both passes of a micro-batch, while a Trainer trains."""
         self.step = 0
         self.total_steps = 0
         self.began = False

@@ -212,7 +212,7 @@ class OptimizedTrainer(Base):
                 run.stop_observing()
                 if self._split.is_split and (line := run.token_line()):
                     run.say(line)
-                self._split.end()
+                run.forward_backward = None  # with what it keeps on the device
                 run.listener.on_end(run, DONE if run.error is None else str(run.error) or type(run.error).__name__)
 
     def _take_over_arguments(self) -> None:

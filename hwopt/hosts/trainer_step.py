@@ -56,7 +56,7 @@ class TrainerStep:
 
         `compute(inputs, count)` is the Trainer's `training_step`. A step that is not split is computed batch by batch.
         """
-        if self.law is None:
+        if self.run.forward_backward is None:  # the first step of a training
             self._find_law(model)
         self._left -= 1
         if not self.is_split:
@@ -76,10 +76,6 @@ class TrainerStep:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
 
-    def end(self) -> None:
-        """Forget the law, which the next training finds for its model, and free what the passes keep on the device."""
-        self.law = self.run.forward_backward = None
-
     def _find_law(self, model: Any) -> None:
         """Find how the loss adds up, confirm it on rows of the first step, and say it."""
         self.run.stop_observing()
@@ -88,7 +84,7 @@ class TrainerStep:
         rows = rows_of(as_pairs(first) if found.pairs else first) or 0
         if found.law is not None and self._any_rank(rows >= 2 and not self._agrees(model, first, found)):
             found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
-        self.law = found
+        self.law, self.run.forward_backward = found, self.passes
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
             self._wrap_passes(model)
@@ -101,8 +97,7 @@ class TrainerStep:
 
     def _wrap_passes(self, model: Any) -> None:
         """Let the plan's plugin wrap the passes of a micro-batch, if they are operators of the device alone."""
-        run, wrap = self.run, self.run.recipe.forward_backward
-        run.forward_backward, widths = self.passes, run.batch.widths
+        run, wrap, widths = self.run, self.run.recipe.forward_backward, self.run.batch.widths
         if wrap is not None:
             if part := unknown_part(inner(model)) or ("additive is yours" if self.additive is not None else ""):
                 run.leave_out({"forward_backward": f"{part}: the passes may do more than operators of the device"})

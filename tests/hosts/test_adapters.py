@@ -128,3 +128,19 @@ def test_model_with_an_adapter_has_a_cheaper_micro_batch() -> None:
     assert [context.model.frozen for context in found] == [False, True, True]
     whole, *adapted = [price_of(context).token_seconds for context in found]
     assert all(price < whole for price in adapted)
+
+
+def test_weights_below_an_adapter_are_loaded_in_the_dtype_of_their_file(tmp_path: Path) -> None:
+    """In fp32, TRL's default, they would need twice the memory, and autocast computes with bf16 all the same."""
+    from trl import SFTTrainer
+
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    args = sft(tmp_path)
+    args.bf16 = True
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    cls = hwopt.optimized(SFTTrainer, "cpu", **BF16)
+    trainer = cls(
+        str(tmp_path / "model"), args=args, train_dataset=data("text"), processing_class=tokenizer(), peft_config=adapter
+    )
+    dtypes = {(p.requires_grad, p.dtype) for p in trainer.model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from hosts.scripts import train
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hwopt
 from hwopt.errors import InputError, PluginError
@@ -73,6 +74,60 @@ def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_pa
     assert "16 x 64 tokens" in str(hwopt.fits(plain, SFTConfig(str(tmp_path), **own), card="RTX 3090", batch=False))
     assert found.plan is not None
     assert found.plan.model.architecture == "LlamaForCausalLM"
+
+
+ADAPTED = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=2,
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT and TRL
+def test_forecast_of_an_adapter_that_the_trainer_adds_or_the_model_has(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], use_rslora=True, task_type="CAUSAL_LM")
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=True, max_length=64, **{SWITCH: False})
+    model = get_peft_model(LlamaForCausalLM(ADAPTED).to(torch.bfloat16), lora)
+    full, added, own = (
+        hwopt.fits(each, args, card="RTX 3090", peft_config=config)
+        for each, config in ((ADAPTED, None), (ADAPTED, lora), (model, None))
+    )
+    for found in (added, own):
+        assert found.plan is not None
+        options = next(entry.options for entry in found.plan.entries if entry.name == "adapter")
+        assert (options.kind, options.r, options.target_modules, options.use_rslora) == ("lora", 4, ("q_proj",), True)
+    assert full.memory is not None
+    assert added.memory == own.memory != full.memory
+    assert full.memory.parts["optimizer_state"] > 100 * added.memory.parts["optimizer_state"]
+    assert full.memory.parts["weights"] > 1.9 * added.memory.parts["weights"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_forecast_of_quantized_weights_and_of_adapters_that_it_does_not_know(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=64, **{SWITCH: False})
+    lora = LoraConfig(task_type="CAUSAL_LM")
+    args.model_init_kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)}
+    found = hwopt.fits(ADAPTED, args, card="RTX 3090", peft_config=lora)
+    assert found.plan is not None
+    options = next(entry.options for entry in found.plan.entries if entry.name == "quantize")
+    assert (options.bits, options.double) == (4, True)
+    assert "there is no adapter" in hwopt.fits(ADAPTED, args).why
+    args.model_init_kwargs = None
+    for config, why in (
+        (LoraConfig(rank_pattern={"q_proj": 8}), "rank_pattern of LoraConfig is not known"),
+        (LoraConfig(target_modules="model.*"), "target_modules as a regular expression"),
+        (IA3Config(), "IA3Config is not a LoraConfig"),
+    ):
+        assert why in hwopt.fits(ADAPTED, args, peft_config=config).why
+    args.model_init_kwargs = {"dtype": "float32"}
+    assert "load the model with dtype=torch.bfloat16" in hwopt.fits(ADAPTED, args, peft_config=lora).why
 
 
 def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Path) -> None:
