@@ -108,6 +108,14 @@ class Hardware:
     """The cards of the ranks if they differ: "Tesla T4 (14.56 GiB, compute capability 7.5)"."""
 
     @property
+    def different_cards_note(self) -> str:
+        """What a plan for different cards means, as a sentence; "" if the ranks use equal ones."""
+        if not self.different_cards:
+            return ""
+        cards = ", ".join(self.different_cards)
+        return f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it"
+
+    @property
     def architecture(self) -> str:
         """The name of the GPU's architecture, such as "Ampere", or "CPU"."""
         if self.amd:

@@ -59,6 +59,7 @@ def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Scrip
         lacks=lacks,
         world_size=args.world_size,
         tokens_per_sample=mean_tokens(dataset),
+        devices=max(args.n_gpu, 1),
     )
 
 

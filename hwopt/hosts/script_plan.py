@@ -59,6 +59,8 @@ class Script:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
+    devices: int = 1
+    """Devices that each process uses: several under torch's DataParallel."""
     adapter: bool = False
     """Whether the host adds an adapter to the model after the plan is made."""
     micro_rows: int | None = None
@@ -109,7 +111,7 @@ def plan_for(
     setting of the script that the profile contradicts.
     """
     inputs = Inputs()
-    hardware = hardware or detect(local_rank(os.environ), local_ranks(os.environ, script.world_size))
+    hardware = hardware or detect(local_rank(os.environ), max(local_ranks(os.environ, script.world_size), script.devices))
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
     why: tuple[str, ...] = ()
@@ -145,7 +147,7 @@ def plan_for(
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
-    return ScriptPlan(replace(plan, batch=batch), (*why, *wins, *more))
+    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, *why, *wins, *more))))
 
 
 def task_of(model: Any) -> str:

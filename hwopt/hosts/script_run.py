@@ -23,6 +23,7 @@ from hwopt.plugin import Observation
 from hwopt.plugin.guard import guarded_context
 from hwopt.text import printable
 from hwopt.training import evidence
+from hwopt.training.build import refuse_different_plans
 from hwopt.training.failure import last_resorts
 from hwopt.training.listener import Listener, Listeners
 from hwopt.training.run import PlannedRun
@@ -161,6 +162,7 @@ class ScriptRun(PlannedRun):
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
         if ScriptRun.active is not None:
             raise InputError("another plan is active in this process: end its training, session or Accelerator first")
+        refuse_different_plans(self.plan)
         with ExitStack() as self.stack:
             ScriptRun.active = self
             self.stack.callback(setattr, ScriptRun, "active", None)

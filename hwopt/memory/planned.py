@@ -134,8 +134,7 @@ def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
 def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Hardware) -> Iterator[str]:
     """What the user should know about the machine, the model and the job that was found."""
     if machine.different_cards:
-        cards = ", ".join(machine.different_cards)
-        yield f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it"
+        yield machine.different_cards_note
     if machine.amd:
         yield f"{machine.name}: hwopt was not run on AMD GPUs. Its forecasts are those of NVIDIA's kernels; check the first run"
     if machine.device_type == "cpu" and machine.source == "detected" and has_apple_gpu():

@@ -64,7 +64,7 @@ def build(
             stack.enter_context(guarded_context(enter))
         accelerator = make_accelerator(plan)
         stack.callback(reset_accelerate, accelerator)
-        refuse_different_plans(plan, accelerator)
+        refuse_different_plans(plan)
         if plan.hardware.memory_limit_gib is not None:
             stack.enter_context(limited_memory(accelerator.device, plan.hardware.memory_limit_gib))
         listener = listener or Listener()
@@ -104,12 +104,12 @@ def make_accelerator(plan: Plan) -> Accelerator:
         return Accelerator(**{key: option_value(value) for key, value in options.items()})
 
 
-def refuse_different_plans(plan: Plan, accelerator: Accelerator) -> None:
+def refuse_different_plans(plan: Plan) -> None:
     """Raise InputError on every rank if the ranks have resolved different plans, as on nodes with different cards.
 
     Only plugins that change what is computed must agree, with their options: not micro-batches, workers and the like.
     """
-    if accelerator.num_processes == 1:
+    if plan.world_size == 1:
         return
     from accelerate.utils import gather_object
 
@@ -130,7 +130,7 @@ def difference(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
             plugins = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             return (
                 f"The ranks have different plans: rank 0 runs on {card}, rank {rank} on {other_card}, and these plugins differ: "
-                f"{listing(plugins)}. Choose a profile that both cards can run, or set the options of these plugins with --set"
+                f"{listing(plugins)}. Choose a profile that both cards can run, or set the options of these plugins"
             )
     return ""
 

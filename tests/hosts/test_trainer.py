@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from transformers import (
 
 import hwopt
 from hwopt.errors import DoesNotFitError, InputError, PluginError
+from hwopt.hardware.device import described, weakest
 from hwopt.hosts.additivity import additivity_of
 from hwopt.hosts.arguments import own_words
 from hwopt.hosts.limits import lacks_of, overridden
+from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -390,6 +392,20 @@ def test_arguments_that_the_script_changes_later_count(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == 0.25
     assert trainer.state.global_step == 1
+
+
+def test_different_cards_are_planned_as_the_weakest_or_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = described("NVIDIA GeForce RTX 3090", (8, 6), 23.7), described("Tesla T4", (7, 5), 14.56)
+    monkeypatch.setattr("hwopt.hosts.script_plan.detect", lambda index, devices: weakest(both[:devices]))
+    found = plan_for(bert(), "auto", Script(16, 16, {}, devices=2), {})  # as under torch's DataParallel
+    assert found.plan.recipe.accelerator["mixed_precision"] == "fp16"
+    assert any(line.startswith("different cards: NVIDIA GeForce RTX 3090 (23.7 GiB") for line in found.lines())
+
+    trainer = optimized()(bert(), arguments(tmp_path), train_dataset=rows(16), data_collator=partial(padded, classes=True))
+    trainer._run.plan = replace(trainer._run.plan, world_size=2)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, ("Tesla T4 (14.56 GiB)", {})])
+    with pytest.raises(InputError, match=r"rank 1 on Tesla T4 \(14.56 GiB\), and these plugins differ: precision"):
+        trainer.train()
 
 
 def test_old_package_and_second_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
