@@ -107,6 +107,9 @@ def read_source(source: str, job: Job) -> Rows:
     options = replace(read_options(job.data), strict=False, max_bad_rows=1.0, max_rows=None, streaming=False)
     rows = read_all(source, None, options)
     names = rows.table.column_names
+    if names.count("") > 1:  # empty columns of a spreadsheet: in the output they are told apart by their places
+        names = [name or f"column {number}" for number, name in enumerate(names, 1)]
+        rows = replace(rows, table=rows.table.rename_columns(names))
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{source}: has {names.count(twice[0])} columns named {twice[0]!r}; rename all but one")
     return rows

@@ -32,7 +32,7 @@ FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true
 def read_labels(rows: Rows, name: str) -> list[str]:
     """The label of each row: its text, exactly as in the file. "01", "1" and "1.0" are three labels.
 
-    Typed columns have no spelling: there the integer 3 and the float 3.0 are the label "3", and True is "true".
+    Numbers and booleans of typed columns and of JSON have no spelling: 3 and 3.0 are the label "3", and True is "true".
     Rows without a label are marked as bad, with "" here. Raises DataError for a column of fractions.
     """
     import pyarrow as pa
@@ -46,16 +46,17 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         lists = "; for lists of labels set task.kind = 'multi-label-classification'" if is_list(kind) else ""
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
+    originals = rows.non_strings.get(name, {})
     values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
     for row, value in enumerate(values):
-        original = rows.non_strings.get(name, {}).get(row)
+        value = values[row] = originals.get(row, value)
         if value is None or not str(value).strip() or value != value or (classes and not 0 <= value < len(classes)):
             rows.mark_bad(row, f"{name!r} has no label ({truncate(value)})")
             values[row] = None
-        elif isinstance(original, list | dict):
-            rows.mark_bad(row, f"{name!r} is not a label: {truncate(original)}")
+        elif isinstance(value, list | dict):
+            rows.mark_bad(row, f"{name!r} is not a label: {truncate(value)}")
             values[row] = None
-        elif isinstance(value, float) and not value.is_integer():
+        elif isinstance(value, float) and not value.is_integer() and not text:
             raise DataError(
                 f"{rows.places.at(row)}: {name!r} is {value}, a measurement; expected classes. "
                 "Choose another column with data.label, or set task.kind = 'regression'"
@@ -69,7 +70,7 @@ def label_text(value: Any) -> str:
     """The label of a cell: a text as it is, a whole number without a fraction, a boolean as JSON writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(int(value) if isinstance(value, float) else value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def one_label_column(job: Job) -> str:
@@ -204,7 +205,7 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
 def parts_of(text: str, delimiter: str) -> Any:
     """The labels in `text`: between delimiters, or of a list in JSON or Python, as csv files have it; None for other lists."""
     if not re.fullmatch(r"\[[^][]*\]", text.strip()):
-        return text.split(delimiter)
+        return [part.strip() for part in text.split(delimiter)]
     for as_json in (text, text.replace("'", '"')):
         with suppress(ValueError):
             return json.loads(as_json)
@@ -212,11 +213,11 @@ def parts_of(text: str, delimiter: str) -> Any:
 
 
 def label_name(item: Any, classes: Sequence[str] | None) -> str | None:
-    """The label that `item` of a list stands for; "" for blank text, None if it is not a label."""
+    """The label that `item` of a list stands for, a text exactly as it is; "" for blank text, None if it is not a label."""
     if classes and isinstance(item, int):
         return classes[item] if 0 <= item < len(classes) else None
     if isinstance(item, str):
-        return item.strip()
+        return item if item.strip() else ""
     return label_text(item) if isinstance(item, int) else None
 
 

@@ -123,8 +123,11 @@ def read_numbers(rows: Rows, name: str, decimal: Decimal) -> list[float]:
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)
     if not (text or numeric or pa.types.is_null(kind)):
         raise DataError(f"{rows.source}: column {name!r} holds {kind}, not numbers; choose another column with data.label")
+    originals = rows.non_strings.get(name, {})
     found = []
     for row, value in enumerate(column.to_pylist()):
+        if type(originals.get(row)) in (int, float):  # a number of JSON beside texts
+            value = originals[row]
         try:
             number = number_of(value, decimal) if isinstance(value, str) else float(value)
         except (TypeError, ValueError):

@@ -128,6 +128,18 @@ def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_p
     assert free_names(["a", "a_2"], ["a"]) == {"a": "a_2", "a_2": "a_2_2"}
 
 
+def test_unnamed_columns_are_told_apart_by_their_places(classifier: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(",text,,\n1,red,,x\n")
+    assert api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.jsonl").predicted == 1
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert [(name, row[name]) for name in list(row)[:4]] == [
+        ("column 1", "1"),
+        ("text", "red"),
+        ("column 3", ""),
+        ("column 4", "x"),
+    ]
+
+
 def test_final_copied_alone_predicts_as_the_run(classifier: Path, tmp_path: Path) -> None:
     source = write_samples(tmp_path / "in.jsonl", 5, seed=3)
     copied = shutil.copytree(classifier / "final", tmp_path / "copied")

@@ -58,6 +58,10 @@ def test_booleans_in_lists_are_spelled_as_in_columns(tmp_path: Path) -> None:
     assert prepare(tmp_path, rows_with([[True], [False], [True, False], []])).label_names == ("false", "true")
 
 
+def test_labels_in_lists_are_exact_and_those_of_a_text_have_no_blanks_around_them(tmp_path: Path) -> None:
+    assert prepare(tmp_path, rows_with([["a", "a "], ["01", "1"], [" "], "a, 1"])).label_names == ("01", "1", "a", "a ")
+
+
 def test_one_column_of_0_and_1_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"every label in 'labels' is 0 or 1\. Name the columns of all labels in data\.label"):
         prepare(tmp_path, rows_with(["0", "1", "1", "0"]))

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.rows import Rows
 from hwopt.errors import DataError, InputError
 from hwopt.model.config import load_config
@@ -131,6 +132,8 @@ def test_text_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
         (["01067", "1067", "1067", "01067"], ("01067", "1067"), [0, 1, 1, 0]),
         (["a", " a", "A", "a "], (" a", "A", "a", "a "), [2, 0, 1, 3]),
         (["10", "9", "neutral", "2"], ("10", "2", "9", "neutral"), [0, 2, 3, 1]),
+        (["a", 1, 1.0, "1.0"], ("1", "1.0", "a"), [2, 0, 0, 1]),
+        ([1.0, True, 0, False], ("0", "1", "false", "true"), [1, 3, 0, 2]),
     ],
 )
 def test_labels_are_numbered_in_sorted_order(
@@ -163,6 +166,7 @@ def test_label_order_of_the_model_or_the_data_set_is_kept(tmp_path: Path) -> Non
         (["a", ""], r"row 2: 'label' has no label \(''\)"),
         (["a", " "], r"row 2: 'label' has no label \(' '\)"),
         ([1.0, float("nan")], r"row 2: 'label' has no label"),
+        (["a", float("nan")], r"row 2: 'label' has no label"),
         ([1.0, 0.37], r"row 2: 'label' is 0\.37, a measurement; expected classes"),
         (
             [[1], [2]],
@@ -171,8 +175,9 @@ def test_label_order_of_the_model_or_the_data_set_is_kept(tmp_path: Path) -> Non
     ],
 )
 def test_missing_or_non_class_label_is_refused(values: list[Any], message: str) -> None:
+    table, originals = to_table([{"label": value} for value in values])
     with pytest.raises(DataError, match=message):
-        read_labels(Rows(pa.table({"label": values}), Places("a.csv", "row", [1, 2]), BadRows("a.csv", "row", True)), "label")
+        read_labels(Rows(table, Places("a.csv", "row", [1, 2]), BadRows("a.csv", "row", True), originals), "label")
 
 
 def test_unknown_eval_label_and_single_class_are_refused(tmp_path: Path) -> None:

@@ -119,8 +119,11 @@ def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, 
     for name in names:
         values = [row.get(name) for row in rows]
         try:
-            arrays.append(pa.array(values))
-            exact = not holds_objects(arrays[-1].type)
+            array = pa.array(values)
+            if pa.types.is_floating(array.type) and bool in map(type, values):
+                raise pa.ArrowInvalid("pyarrow reads true beside 0.5 as 1.0")
+            arrays.append(array)
+            exact = not holds_objects(array.type)
         except (pa.ArrowException, OverflowError, UnicodeError):
             # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
             arrays.append(pa.array([v if v is None else json_text(v) for v in values], pa.string()))
