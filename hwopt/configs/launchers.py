@@ -75,7 +75,7 @@ ADAMW = dict.fromkeys(("AdamW", "Adam", "adamw", "adam"), "adamw_torch")
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 DEEPSPEED = Dialect(
     "deepspeed",
-    names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer"),
+    names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer bf16.enabled fp16.enabled"),
     {
         "train_batch_size": "effective_batch_size",
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",

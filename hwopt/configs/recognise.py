@@ -51,8 +51,9 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
         return job_view(job, source)
     if source.language == "Python":
         return trainer_view(source, listing(source.calls, 4))
-    dialect = max(DIALECTS, key=lambda each: len(source.top & each.telling))
-    if found := source.top & dialect.telling:
+    keys = source.top | source.values.keys()
+    dialect = max(DIALECTS, key=lambda each: len(keys & each.telling))
+    if found := keys & dialect.telling:
         return dialect.read(source, listing(sorted(found), 4))
     leaves = {entry.path[-1] for entry in source.entries}
     if words := leaves & (ARGUMENTS | FORMER_NAMES.keys()) or leaves & SYNONYMS.keys():

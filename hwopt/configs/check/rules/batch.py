@@ -151,7 +151,8 @@ def has_usual_rate(view: View) -> bool:
 def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows = view.number("learning_rate"), view.effective_rows
-    adapter = view.is_on("use_peft") or "lora_alpha" in view or "lora_r" in view
+    # quantized weights are trained with an adapter only: `quantized-training`
+    adapter = any(map(view.is_on, ("use_peft", "load_in_4bit", "load_in_8bit"))) or "lora_alpha" in view or "lora_r" in view
     if trains_preferences(view) or ranks_unknown(view) or not has_usual_rate(view):
         return
     if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):

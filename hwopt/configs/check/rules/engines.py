@@ -11,6 +11,7 @@ from pathlib import Path
 from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import FEATURES, is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
+from hwopt.configs.dialect import NOTHING
 from hwopt.configs.launchers import DEEPSPEED
 from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
@@ -31,9 +32,12 @@ OFFLOADS = ("zero_offload", "deepspeed.zero_optimization.offload_optimizer.devic
 def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
     """Quantized weights without an adapter, which leaves nothing to train."""
     word = next((word for word in ("load_in_4bit", "load_in_8bit") if view.is_on(word)), None)
-    keys = [each.key for each in (*view.settings.values(), *view.unread)]
+    given = view.source.values
+    keys = [key for key, value in given.items() if value not in NOTHING]
     full = "finetuning_type" in keys  # LLaMA-Factory trains an adapter unless the file says otherwise
     named = any(part in key for key in keys for part in ADAPTER_NAMES)
+    if view.tool == "axolotl":  # without it, other keys of an adapter have no effect
+        named = "adapter" in keys or "peft" in view.source.top
     if word and view.lacks("use_peft") and (full if view.tool == "llama-factory" else not named):
         yield Finding(
             word,

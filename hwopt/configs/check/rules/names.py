@@ -16,7 +16,7 @@ from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.tool_names import FORMER, FURTHER
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS, Former
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -34,7 +34,7 @@ def shown(entry: ConfigSetting) -> str:
 RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
 """Keyword that classes of TRL and transformers had -> the present one."""
 TRL_CONFIGS = ("SFT", "DPO", "GRPO", "KTO", "RLOO", "Reward", "Model")
-CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft|accelerate)\.([\w.]+\.)?\w+(Arguments|Config|Trainer)")
+CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft|accelerate)\.([\w.]+\.)?\w*(Arguments|Config|Trainer)")
 """Classes of the installed libraries whose constructors are looked at."""
 
 
@@ -76,10 +76,16 @@ def refused(view: View) -> set[str]:
     return {each.place for each in refused_keyword.function(view, Facts())}
 
 
-@rule("former-name", "warning", source="release notes of transformers; axolotl, schemas/deprecated.py", tools=TRAINERS)
+def is_trl(view: View) -> bool:
+    """Whether TRL's command line reads the file, by keys that only TRL has."""
+    return bool((TRL_WORDS | PREFERENCES) & {entry.path[-1] for entry in view.source.entries})
+
+
+@rule("former-name", "warning", source="release notes of transformers and TRL; axolotl, schemas/deprecated.py", tools=TRAINERS)
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A name that transformers or axolotl no longer has."""
-    former = FORMER[view.tool]
+    """A name that transformers, TRL or axolotl no longer has."""
+    trl = view.tool == "transformers" and view.source.language != "Python" and is_trl(view)
+    former = {**FORMER[view.tool], **({"max_seq_length": Former(RENAMED["max_seq_length"], "")} if trl else {})}
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
         unset = view.tool == "axolotl" and each.value is None
@@ -88,7 +94,7 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
             why = "TrainingArguments stops at an unknown name; programs that read the file themselves may ignore it."
             if view.tool == "axolotl":
                 why = "axolotl stops at the key, or takes it with a warning."
-            whose = f"transformers {gone}" if gone else view.tool
+            whose = f"transformers {gone}" if gone else "TRL" if trl else view.tool
             yield about(each, f"{whose} has no {name}.", why, f"use {instead}" if instead else f"remove {name}")
 
 
@@ -117,8 +123,7 @@ def known_names(view: View) -> frozenset[str]:
     if view.tool == "accelerate":
         return accepted("accelerate.commands.config.config_args.ClusterConfig") or frozenset()
     if view.tool == "transformers":
-        trl = (TRL_WORDS | PREFERENCES) & {entry.path[-1] for entry in view.source.entries}
-        return ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if trl else ())))
+        return ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
     dialect = next(each for each in DIALECTS if each.tool == view.tool)
     shared = {word for word in ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
     own = (*dialect.keys, *dialect.reasons, *dialect.telling)

@@ -8,7 +8,7 @@ from math import ceil
 
 from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.python_file import PATIENCE
-from hwopt.configs.view import View
+from hwopt.configs.view import TOOL_NAMES, View
 from hwopt.configs.words import names
 
 LEAST, USUAL, MOST = 0.03, 0.06, 0.10
@@ -108,6 +108,28 @@ def worst_model(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"{view.spelled(GREATER)} is {str(taken).lower()}{by_default}, and {view.spelled(METRIC)} is {name}."
         why = f"A {'larger' if larger else 'smaller'} value of the metric is better: the worst model is kept."
         yield Finding(METRIC if by_default else GREATER, what, why, view.line(GREATER, larger))
+
+
+@rule(
+    "evaluation-data",
+    "error",
+    source="axolotl, check_evals; transformers, Trainer: eval_strategy needs an eval_dataset",
+    tools=("axolotl", "llama-factory"),
+)
+def evaluation_data(view: View, facts: Facts) -> Iterator[Finding]:
+    """Evaluations, and no rows for them."""
+    share, axolotl = "eval_fraction", view.tool == "axolotl"
+    word = "eval_steps" if axolotl and "eval_strategy" not in view else "eval_strategy"
+    # without val_set_size axolotl leaves the evaluations out
+    none = view.value(share) == 0 if axolotl else not view.value(share) and (share in view or view.lacks(share))
+    elsewhere = not view.lacks("validation_file") or view.source.top & {"tokenized_path", "test_datasets"}
+    if view.value(word, "no") not in ("no", 0) and none and not elsewhere:
+        yield Finding(
+            word,
+            f"{view.spelled(word)} is {view.value(word)}, and {view.spelled(share)} is 0.",
+            f"{TOOL_NAMES[view.tool]} stops: no rows are left for evaluations.",
+            view.line(share, 0.05),
+        )
 
 
 @rule("early-stopping", "error", words=(PATIENCE,), source="transformers, EarlyStoppingCallback", tools=TRANSFORMERS)
