@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -18,6 +19,8 @@ Record = tuple[int, list[str] | None, str]
 """(number of its first line, cells or None if they cannot be parsed, the raw text)"""
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 """Delimiters that are recognised in the header of a csv file, and their names in messages."""
+EXCEL = re.compile(r'"?sep=(.)"?')
+"""The first line of a csv file that tells Excel the delimiter."""
 
 
 def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions, quoted: bool = True) -> Rows:
@@ -27,9 +30,12 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     """
     import pyarrow as pa
 
-    header = list(islice(lines, 1))
-    lines = chain(header, lines)
-    delimiter = (options.delimiter or guess_delimiter("".join(header))) if quoted else "\t"
+    header = "".join(islice(lines, 1))
+    delimiter = (options.delimiter or guess_delimiter(header)) if quoted else "\t"
+    named = quoted and EXCEL.fullmatch(header.strip())
+    if named:
+        delimiter, header = options.delimiter or named[1], "\n"  # an empty line keeps the numbers of the others
+    lines = chain([header] if header else [], lines)
     separator = DELIMITERS.get(delimiter, repr(delimiter)) + (" (quote a cell that contains one)" if quoted else "")
     records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
     names: list[str] = []

@@ -144,6 +144,26 @@ def test_other_text_is_not_taken_for_conll(text: str) -> None:
     assert not looks_like_conll(iter(text.splitlines(keepends=True)))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "format"),
+    [
+        ("a.txt", "text\tlabel\n" + 'some "text\tx\nmore\ty\n' * 9, "csv"),
+        ("a.txt", "text\tlabel\n" + "some text\tx\nmore\ty\n" * 9, "tsv"),
+        ("a.dat", "text;label\n" + "some text;x\nmore;y\n" * 9, "csv"),
+    ],
+)
+def test_table_with_the_extension_of_a_text_is_recognised(name: str, text: str, format: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text.replace('"text', '"te""xt"'))
+    found = recognise(str(tmp_path / name))
+    assert (found.rows, found.keys) == (18, {"text": ["text"], "label": "label", "format": format})
+
+
+@pytest.mark.parametrize("text", ["One, two.\n" * 20, "a,b\n" * 5, "A\ttab.\nNone.\n" * 9], ids=["prose", "few lines", "widths"])
+def test_other_text_is_not_taken_for_a_table(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert "format" not in recognise(str(tmp_path / "a.txt")).keys
+
+
 def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
     for name in ("train", "dev", "test"):
         write_jsonl(tmp_path / f"my-{name}.jsonl", rows_of(text="text {n}", label="{class}"))

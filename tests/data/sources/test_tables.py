@@ -28,6 +28,12 @@ def test_csv_with_a_bom_quotes_and_windows_lines(tmp_path: Path) -> None:
     assert table.to_pydict() == {"text": ['two, "quoted"\r\nlines', "NA"], "label": ["01", "true"]}  # no types are guessed
 
 
+def test_first_line_of_excel_names_the_delimiter(tmp_path: Path) -> None:
+    rows = read_rows(write(tmp_path / "a.csv", "sep=;\r\ntext;label\r\na, b;1\r\n"))
+    assert rows.table.to_pydict() == {"text": ["a, b"], "label": ["1"]}
+    assert rows.places.at(0) == f"{tmp_path / 'a.csv'}:3"
+
+
 def test_tsv_keeps_quotes_as_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.tsv", "sentence\tlabel\n\"half a quote\t1\nit's, so\t0\n")
     assert read_table(source)["sentence"].to_pylist() == ['"half a quote', "it's, so"]
