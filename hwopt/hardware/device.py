@@ -166,7 +166,8 @@ class Hardware:
             case "tf32" | "cudnn_attention":
                 return Support(False, f"a feature of NVIDIA GPUs, found {found}")
             case "bf16":
-                return Support(self.amd not in AMD_WITHOUT_BF16, found)
+                able = self.amd not in AMD_WITHOUT_BF16
+                return Support(able, found if able else f"{found} computes bf16 by emulation")
             case "flash_attention" | "efficient_attention":
                 able = self.amd in AMD_FLASH
                 return Support(able, found if able else f"torch's kernel for {found} is experimental")

@@ -136,6 +136,8 @@ class ScriptRun(PlannedRun):
         self.stack = ExitStack()
         """What ends with `process`."""
         self.backoff = OomBackoff("Training", plan.batch_option("train"), self.warn, last_resorts=last_resorts(self))
+        if device.type == "mps":
+            self.say("this Mac's GPU (MPS) trains with the plan of its CPU: hwopt has no profile for it and forecasts no memory")
 
     @property
     def parameter_names(self) -> list[str]:

@@ -34,6 +34,12 @@ def test_features_follow_from_the_compute_capability(card: str) -> None:
             assert "needs" in capability_found.reason
 
 
+def test_features_of_an_amd_gpu_follow_from_its_instruction_set() -> None:
+    new, old = (described("Radeon", None, 16, amd=amd) for amd in ("gfx1100", "gfx1030"))
+    assert new.can("bf16")
+    assert old.best_dtype() == ("fp16", "gfx1030 (Radeon); bf16 gfx1030 (Radeon) computes bf16 by emulation")
+
+
 def test_cpu_has_bf16_only_with_bf16_units() -> None:
     plain = Hardware("cpu", "old", 16, 16, cpu_features=("avx2",))
     fast = Hardware("cpu", "new", 16, 16, cpu_features=("amx_bf16",))

@@ -31,6 +31,7 @@ from hwopt.hosts.additivity import additivity_of
 from hwopt.hosts.arguments import own_words
 from hwopt.hosts.limits import lacks_of, overridden
 from hwopt.hosts.script_plan import Script, plan_for
+from hwopt.hosts.script_run import ScriptRun, with_lines
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -406,6 +407,12 @@ def test_different_cards_are_planned_as_the_weakest_or_refused_by_name(tmp_path:
     monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, ("Tesla T4 (14.56 GiB)", {})])
     with pytest.raises(InputError, match=r"rank 1 on Tesla T4 \(14.56 GiB\), and these plugins differ: precision"):
         trainer.train()
+
+
+def test_gpu_of_a_mac_is_told_to_have_the_plan_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_for(bert(), "cpu", Script(16, 16, {}), {}).plan
+    ScriptRun(plan, torch.device("mps"), tmp_path, with_lines(None))
+    assert "this Mac's GPU (MPS) trains with the plan of its CPU" in capsys.readouterr().out
 
 
 def test_old_package_and_second_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
