@@ -41,6 +41,8 @@ class CollatedPart:
     """What its loss is multiplied by, so that the losses of a step add up to those of its batches."""
     lengths: tuple[int, ...]
     """Columns that each row needs; of a pair those of its longer text."""
+    first: bool = True
+    """Whether its rows may be longer than those of the part before: it begins a cut, or is a half."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -125,13 +127,15 @@ def micro_batches(
         lengths = lengths_of(batch)
         padded = [widths.of(length) for length in lengths] if pad_id is not None and is_padded(batch) else lengths
         total = labels_in(batch, shifted) if law == "labels" else mean_over
+        first = True
         for group in halved(cut(padded, rows), halvings):
             inputs = sliced(batch, list(group), max(padded[row] for row in group), pad_id)
             part = labels_in(inputs, shifted) if law == "labels" else len(group)
             if total > part == 0:
                 continue  # the mean over no label is not a number
             weight = 1.0 if law == "sum" else part / max(1, total)
-            found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group)))
+            found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group), first or halvings > 0))
+            first = False
     return found
 
 

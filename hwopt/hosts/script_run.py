@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
@@ -39,6 +40,9 @@ class ScriptStep:
     sizes: list[tuple[int, int]]
     """(rows, width) of each micro-batch."""
     pinned: bool = False
+    cuts: int = 1
+    """Of rows into micro-batches, the longest rows first: the lengths grow between two cuts only."""
+    widths: ClassVar[Widths] = Widths()  # the script pads
 
     @property
     def step(self) -> ScriptStep:

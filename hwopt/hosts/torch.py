@@ -208,7 +208,8 @@ class Session:
         if not self.in_step:  # another optimizer has ended the step
             return
         sizes, lengths = [part.size for part in self.parts], [length for part in self.parts for length in part.lengths]
-        self.run.last_step_batch = ScriptStep(self.run.step, tuple(lengths), sizes)
+        cuts = sum(part.first for part in self.parts)
+        self.run.last_step_batch = ScriptStep(self.run.step, tuple(lengths), sizes, cuts=cuts)
         self.parts, self.in_step = [], False
         self.run.end_step(skipped=False)
 

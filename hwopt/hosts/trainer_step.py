@@ -182,7 +182,8 @@ class TrainerStep:
         changed = self._merge_metrics(counters, parts)
         if changed and not run.steps:
             run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
-        self._note([part.size for part in parts], tuple(length for part in parts for length in part.lengths))
+        lengths = tuple(length for part in parts for length in part.lengths)
+        self._note([part.size for part in parts], lengths, cuts=sum(part.first for part in parts))
         return total
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
@@ -226,11 +227,11 @@ class TrainerStep:
         metrics = getattr(self.trainer, "_metrics", None)
         return own | ({"_metrics": copy.deepcopy(metrics)} if metrics is not None else {})
 
-    def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = ()) -> None:
+    def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = (), cuts: int = 1) -> None:
         """Keep the micro-batches of the step for evidence."""
         run = self.run
         pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
-        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned)
+        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned, cuts)
 
 
 def own_values(values: Any, *args: Any, **options: Any) -> Any:

@@ -103,16 +103,19 @@ class LengthBatching(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         step = run.last_step_batch
-        lengths, rows = list(step.lengths), [count for count, _ in step.sizes]
+        lengths, rows = [step.widths.of(length) for length in step.lengths], [count for count, _ in step.sizes]
         ends = list(accumulate(rows, initial=0))
         groups = [range(*bounds) for bounds in pairwise(ends)]
         by_length = padded_tokens(lengths, groups)
-        best = min(padded_tokens(sorted(lengths, reverse=reverse), groups) for reverse in (False, True))
+        best = padded_tokens(sorted(lengths, reverse=True), groups)
         at_random = mean_padded_tokens(lengths, groups)
         seen = f"{by_length} tokens in micro-batches of {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} rows; "
         seen += f"with rows at random about {at_random:.0f} ({at_random / by_length:.2f}x)"
-        if by_length - best < at_random - by_length:  # nearer to sorted rows than to rows at random
-            return hw.Evidence.active(seen)
         if at_random <= best:
             return hw.Evidence.unknown(f"this step has no padding that one more micro-batch is worth: {seen}")
-        return hw.Evidence.inactive(seen)
+        longer = sum(
+            max(lengths[row] for row in after) > min(lengths[row] for row in before) for before, after in pairwise(groups)
+        )
+        if longer < step.cuts:
+            return hw.Evidence.active(seen)
+        return hw.Evidence.inactive(f"{seen}; {longer} of {len(rows)} micro-batches have longer rows than the one before")

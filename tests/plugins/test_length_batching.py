@@ -10,6 +10,7 @@ from plugin_cases import Cases, Mutation
 import hwopt_plugins.length_batching
 from hwopt.config.job import Data, Job, Model
 from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.step_batch import Widths
 from hwopt.hardware.device import described
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.plugin import Context, verify
@@ -102,25 +103,58 @@ def test_step_that_the_host_bounds_is_not_split():
     assert len(cut_by_length(lengths, 16, tokens=None, overhead_tokens=256, host_tokens=1000)) == 2
 
 
-def test_evidence_compares_computed_tokens_with_the_plain_cut():
-    lengths = [100, 100, 5, 5]
-    cut = SimpleNamespace(lengths=lengths, sizes=[(2, 100), (2, 5)])
-    plain = SimpleNamespace(lengths=[100, 5, 100, 5], sizes=[(2, 100), (2, 100)])
-    equal = SimpleNamespace(lengths=[9] * 4, sizes=[(2, 9), (2, 9)])
-    evidence = verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=cut))
+AS_THEY_ARE = Widths()
+
+
+def evidence_of(lengths, sizes, widths=AS_THEY_ARE, cuts=1):
+    step = SimpleNamespace(lengths=lengths, sizes=sizes, widths=widths, cuts=cuts)
+    return verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=step))
+
+
+def test_evidence_compares_computed_tokens_with_rows_at_random():
+    evidence = evidence_of([100, 100, 5, 5], [(2, 100), (2, 5)])
     assert evidence.status == "active"
     assert "210 tokens" in evidence.seen
     assert "with rows at random about 317 (1.51x)" in evidence.seen
-    assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=plain)).status == "inactive"
-    assert verify(LengthBatching(LengthBatching.Options()), SimpleNamespace(last_step_batch=equal)).status == "unknown"
+    assert evidence_of([100, 5, 100, 5], [(2, 100), (2, 100)]).status == "inactive"
+    assert evidence_of([9] * 4, [(2, 9), (2, 9)]).status == "unknown"
+
+
+def test_rows_that_are_sorted_by_their_fixed_widths_are_active():
+    lengths, sizes = [20, 21, 31, 30, 3, 4, 9, 5], [(2, 32), (2, 32), (4, 16)]
+    assert evidence_of(lengths, sizes).status == "inactive"
+    assert evidence_of(lengths, sizes, Widths(fixed=(16, 32))).status == "active"
+
+
+def test_batches_of_a_step_that_a_script_cuts_one_by_one_are_active():
+    lengths, sizes = [100, 90, 5, 4, 80, 70, 6, 3], [(2, 100), (2, 5), (2, 80), (2, 6)]
+    assert evidence_of(lengths, sizes).status == "inactive"
+    assert evidence_of(lengths, sizes, cuts=2).status == "active"
 
 
 def cut_by_position(lengths, rows, **_):
     return cut_in_order(lengths, rows)
 
 
+def swap_two_rows(patch):
+    """The longest and the shortest row of a step change places."""
+
+    def swapped(lengths, rows, **options):
+        groups = cut_by_length(lengths, rows, **options)
+        groups[0][-1], groups[-1][0] = groups[-1][0], groups[0][-1]
+        return groups
+
+    patch.setattr(hwopt_plugins.length_batching, "cut_by_length", swapped)
+
+
 def no_cut(patch):
     patch.setattr(hwopt_plugins.length_batching, "cut_by_length", cut_by_position)
 
 
-CASES = Cases(mutations=(Mutation("rows are cut in order", no_cut, "with rows at random", {"overhead_tokens": 0}),))
+NO_OVERHEAD = {"overhead_tokens": 0}
+CASES = Cases(
+    mutations=(
+        Mutation("rows are cut in order", no_cut, "with rows at random", NO_OVERHEAD),
+        Mutation("two rows are in other groups", swap_two_rows, "have longer rows", NO_OVERHEAD),
+    )
+)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ class StepBatch:
     """(pieces of the buffers, first row, width) -> the arguments of forward; None: the pieces are the arguments."""
     pinned: bool = False
     """Whether the buffers came to the CUDA device from pinned memory."""
+    cuts: ClassVar[int] = 1  # all rows are cut into micro-batches at once
 
     @property
     def rows(self) -> int:
