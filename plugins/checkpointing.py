@@ -230,17 +230,19 @@ class Checkpointing(hw.Plugin):
         if host is not None:
             moved = f"{host.count} inputs, {host.bytes / 2**20:,.1f} MiB," if offload else "no input of a layer was"
             seen += f"; {moved} moved to host memory"
+        found = {"offload": offload, "every": every}
+        if run.observation.forward_calls:
+            again = recomputed(run, on)
+            stored = [name for name, twice in again.items() if not twice]
+            seen += f"; {len(again) - len(stored)} of {len(again)} with a backward pass were recomputed"
+            seen += f", not {hw.first_names(stored)}" if stored else ""
+            return hw.Evidence("active" if again and not stored else "inactive", seen, found)
         # one call per layer and micro-batch in the forward pass, and one more per recomputed layer; each has one backward call
         calls, backward_calls = attention_calls(run.observation.operators)
         forward_calls = max(len(layers) * len(run.last_step_batch.sizes), backward_calls)
         seen += f"; {calls} attention calls in this step, {forward_calls} without recomputation"
-        found = {"offload": offload, "every": every}
-        if stored := never_recomputed(run, on):
-            names = hw.first_names(stored)
-            return hw.Evidence.inactive(f"{seen}; {len(stored)} of {len(on)} layers were not recomputed: {names}", **found)
-        if not calls:
-            why = "recomputation cannot be counted without a call of attention"
-            return hw.Evidence.unknown(f"{seen}; {why}", **found)
+        if calls < forward_calls:  # compiled code has its own kernels for attention
+            return hw.Evidence.unknown(f"{seen}; recomputation cannot be counted without them", **found)
         return hw.Evidence("active" if calls > forward_calls else "inactive", seen, found)
 
     def expects(self) -> Mapping[str, Any]:
@@ -252,23 +254,20 @@ def interval_of(layers: list[str], on: list[str]) -> int:
     return next((every for every in range(1, len(layers) + 1) if on == layers[::every]), 0)
 
 
-def never_recomputed(run: hw.RunView, on: Mapping[str, Any]) -> list[str]:
-    """The names of the checkpointed layers `on` whose modules ran only once for each micro-batch of the observed step.
+def recomputed(run: hw.RunView, on: Mapping[str, Any]) -> dict[str, bool]:
+    """Name -> whether the modules of this checkpointed layer ran twice for each micro-batch of the observed step.
 
-    A recomputation calls them again. Empty if calls were not counted. Frozen layers below the first trained weight have no
-    backward pass, and are left out.
+    Frozen layers below the first trained weight have no backward pass, and LayerDrop skips layers at random: both are left out.
     """
-    calls = run.observation.forward_calls
-    if not calls:
-        return []
+    calls, micro_batches = run.observation.forward_calls, len(run.last_step_batch.sizes)
     embeddings = run.inner_model.get_input_embeddings()
     trained = any(parameter.requires_grad for parameter in embeddings.parameters())
-    found = []
+    found = {}
     for name, layer in on.items():
         trained = trained or any(parameter.requires_grad for parameter in layer.parameters())
         most = max((calls.get(f"{name}.{inner}", 0) for inner, _ in layer.named_modules() if inner), default=0)
-        if trained and most < 2 * len(run.last_step_batch.sizes):
-            found.append(name)
+        if trained and calls.get(name, 0) >= micro_batches:
+            found[name] = most >= 2 * micro_batches
     return found
 
 
@@ -277,4 +276,4 @@ def attention_calls(operators: Mapping[str, int]) -> tuple[int, int]:
     kernels = {name: count for name, count in operators.items() if name.startswith("aten::_scaled_dot_product_")}
     backward = sum(count for name, count in kernels.items() if name.endswith("_backward"))
     forward = sum(kernels.values()) - backward or operators.get("aten::_softmax", 0)
-    return forward, max(backward, operators.get("aten::_softmax_backward_data", 0))
+    return forward, backward or operators.get("aten::_softmax_backward_data", 0)

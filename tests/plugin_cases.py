@@ -50,13 +50,13 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Part:
-    """A change to a library after which the plugin has no effect on the modules that `patch` gets chosen."""
+    """A change to a library after which the plugin has no effect on the modules, or other parts, that `patch` gets chosen."""
 
     what: str
     patch: Callable[[pytest.MonkeyPatch, Chosen], None]
     options: Mapping[str, Any] = field(default_factory=dict)
     later: Callable[[Any], None] = lambda run: None
-    """Ends the effect for half of the modules of a model that runs already."""
+    """Ends the effect for half of the modules, or other parts, of a run that goes on."""
 
 
 @dataclass(frozen=True)

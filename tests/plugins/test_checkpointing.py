@@ -186,8 +186,8 @@ def layers_not_recomputed(patch, chosen):
     patch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
 
 
-def half_stops(model):
-    for layer in model.model.layers[::2]:  # `checkpoint` is bound already
+def half_stops(run):
+    for layer in run.inner_model.model.layers[::2]:  # `checkpoint` is bound already
         layer.gradient_checkpointing = False
 
 
@@ -198,8 +198,8 @@ CASES = Cases(
     ),
     conflicts=(Refused("compile", "[plugins.checkpointing]\noffload = true\n[plugins.compile]", on_card=True),),
     mutations=(
-        Mutation("layers are not recomputed", no_recomputation, "without recomputation"),
-        Mutation("layers are not recomputed (selective)", no_recomputation, "without recomputation", {"layers": "selective"}),
+        Mutation("layers are not recomputed", no_recomputation, "0 of 2 with a backward"),
+        Mutation("layers are not recomputed (selective)", no_recomputation, "0 of 2 with a backward", {"layers": "selective"}),
     ),
     parts=(Part("layers not recomputed", layers_not_recomputed, later=half_stops),),
 )

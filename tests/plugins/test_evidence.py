@@ -29,7 +29,9 @@ def test_every_plugin_has_a_mutation_that_turns_its_evidence_inactive(name: str)
 
 
 # bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
-@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
+
+
 @pytest.mark.parametrize(("name", "mutation"), mutations())
 def test_evidence_of_an_optimization_without_effect_is_inactive(
     name: str, mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +45,7 @@ FOUR_LAYERS = TINY_LLAMA | {"num_hidden_layers": LAYERS}
 
 def plan_of(folder: Path, name: str, part: Part, steps: int = 1) -> Plan:
     job = tiny_job(folder / "data", "causal-lm", config=FOUR_LAYERS, max_steps=steps)
-    return plan_for(tiny_profile(**{name: part.options}), job)
+    return plan_for(tiny_profile(**cases(name).beside, **{name: part.options}), job)
 
 
 def of(found: list[Any], name: str) -> Evidence:
@@ -68,7 +70,7 @@ def test_evidence_of_an_optimization_that_ends_after_the_first_step_is_inactive(
         def on_evidence(self, run: Any, found: list[Any]) -> None:
             super().on_evidence(run, found)
             part.patch(monkeypatch, lambda number: number % 2 == 0)
-            part.later(run.inner_model)
+            part.later(run)
 
     recorder = train_tiny(plan_of(tmp_path, name, part, steps=2), tmp_path, Late())
     assert of(recorder.found, name).status == "active", "with the whole model"
