@@ -26,7 +26,8 @@ class EmbeddingNoise(hw.Events):
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
         self.calls = 0
-        self.hook: Any = None
+        """Of the hook in this step."""
+        self.hooks: list[Any] = []
         self.scale: Any = None
         """The largest noise of this step, a number on the device: a captured graph reads it at each replay. 0 before step 1."""
 
@@ -37,7 +38,10 @@ class EmbeddingNoise(hw.Events):
         embeddings = model.get_input_embeddings()
         self.scale = torch.zeros((), device=run.device)
         self.size = int(embeddings.weight.shape[-1])
-        self.hook = embeddings.register_forward_hook(self.noisy)
+        # encoder and decoder embed with layers of their own that share the weight of the input embeddings
+        sharing = (module for module in model.modules() if getattr(module, "weight", None) is embeddings.weight)
+        layers = [embeddings, *(module for module in sharing if isinstance(module, torch.nn.Embedding))]
+        self.hooks = [layer.register_forward_hook(self.noisy) for layer in dict.fromkeys(layers)]
         return model
 
     def noisy(self, embeddings: Any, inputs: Any, output: Any) -> Any:
@@ -47,12 +51,14 @@ class EmbeddingNoise(hw.Events):
         return output + output.new_empty(output.shape).uniform_(-1, 1) * self.scale
 
     def on_step_begin(self, run: hw.RunView) -> None:
+        self.calls = 0
         if run.step_batch is not None:
             self.scale.fill_(self.alpha / sqrt(max(run.step_batch.lengths) * self.size))
 
     def remove_from(self, model: Any, run: hw.RunView) -> Any:
         """A final step."""
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         return model
 
 
@@ -81,5 +87,6 @@ class NefTune(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         noise = next(part for part in run.parts if isinstance(part, EmbeddingNoise))
-        seen = f"noise added {noise.calls} times, at most {float(noise.scale):.3g} in the last step"
-        return hw.Evidence.active(seen) if noise.calls and float(noise.scale) > 0 else hw.Evidence.inactive(seen)
+        scale, micro_batches = float(noise.scale), len(run.last_step_batch.sizes) or 1  # a script may not say them
+        seen = f"noise of at most {scale:.3g} added {noise.calls} times in a step of {micro_batches} micro-batch(es)"
+        return hw.Evidence.active(seen) if noise.calls >= micro_batches and scale > 0 else hw.Evidence.inactive(seen)
