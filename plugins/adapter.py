@@ -234,20 +234,55 @@ class Adapter(hw.Plugin):
         adapters = sum("lora_B" in name for name, _ in trained)
         # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero
         updated = tensors_with_moment(run.optimizer.state.values())
+        without, idle = layers_without_adapter(run.inner_model), idle_adapters(run)
         seen = (
             f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
             f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
             "tensors in the optimizer received gradients"
         )
+        seen += f"; {len(without)} layers of the same names have no adapter: {hw.first_names(without)}" if without else ""
+        seen += f"; {len(idle)} adapters were not computed: {hw.first_names(idle)}" if idle else ""
         if any(config.init_lora_weights == LOFTQ for config in getattr(run.inner_model, "peft_config", {}).values()):
             return hw.Evidence.inactive(f"{seen}; LoftQ had no quantized weights: use it with [plugins.quantize]")
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
-        expected = min(adapters, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
-        return hw.Evidence("active" if updated >= expected else "inactive", seen, {"kind": "dora" if magnitudes else "lora"})
+        expected = min(adapters + magnitudes, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
+        kinds = {"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"}
+        found = {"kind": frozenset(kinds), "without_adapter": len(without)}
+        return hw.Evidence("active" if updated >= expected and not idle else "inactive", seen, found)
 
     def expects(self) -> Mapping[str, Any]:
-        return {"kind": self.options.kind}
+        modules = self.options.target_modules
+        some = self.options.layers_to_transform is not None or any(
+            "." in name for name in modules if not isinstance(modules, str)
+        )
+        return {"kind": self.options.kind} | ({} if some else {"without_adapter": 0})
+
+
+def layers_without_adapter(model: Any) -> list[str]:
+    """The names of the frozen layers without an adapter that have the name and the class of one with an adapter."""
+
+    def kind(name: str, module: Any) -> tuple[str, type]:
+        return name.rsplit(".", 1)[-1], type(module)
+
+    named = dict(model.named_modules())
+    ends = ".base_layer"
+    adapted = {kind(name.removesuffix(ends), module) for name, module in named.items() if name.endswith(ends)}
+    plain = [name for name, module in named.items() if kind(name, module) in adapted and "original_module" not in name]
+    return [name for name in plain if not named[name].weight.requires_grad]
+
+
+def idle_adapters(run: hw.RunView) -> list[str]:
+    """The names of the adapted layers that ran in the observed step without their adapter."""
+    calls = run.observation.forward_calls
+    parts = {name.split(".lora_B.")[0]: name for name, _ in run.inner_model.named_modules() if ".lora_B." in name}
+    return [layer for layer, adapter in parts.items() if calls.get(layer, 0) and not calls.get(adapter, 0)]
+
+
+def dequantized(moment: Any) -> Any:
+    """`moment`; of a state that torchao quantized its values, on this rank if it is sharded: it has no `any`."""
+    local = getattr(moment, "_local_tensor", moment)
+    return local.dequantize() if "OptimState" in type(local).__name__ else moment
 
 
 def tensors_with_moment(states: Iterable[Mapping[str, Any]]) -> int:
@@ -258,7 +293,7 @@ def tensors_with_moment(states: Iterable[Mapping[str, Any]]) -> int:
     for state in states:
         # not the map of 8-bit values
         moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
-        nonzero = [moment.any() for moment in moments]
+        nonzero = [dequantized(moment).any() for moment in moments]
         whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in nonzero]
         if whole:
             found.append(torch.stack(whole).any())

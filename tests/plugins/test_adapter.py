@@ -3,13 +3,14 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 from integration.forks import in_fork
 from peft import PeftModel
-from plugin_cases import Cases, Mutation
+from plugin_cases import Cases, Mutation, Part
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,9 +25,9 @@ from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.inputs import Inputs
-from hwopt.plugin import Context, Recipe, verify
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.adapter import Adapter, classification_heads
+from hwopt_plugins.adapter import Adapter, classification_heads, tensors_with_moment
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)
@@ -70,7 +71,8 @@ def trained(model, steps=3):
 
 def run_of(model, optimizer):
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    return SimpleNamespace(inner_model=model, optimizer=optimizer, rank=0, engine=SimpleNamespace(parameters=stepped))
+    engine, nothing = SimpleNamespace(parameters=stepped), Observation()
+    return SimpleNamespace(inner_model=model, optimizer=optimizer, rank=0, engine=engine, observation=nothing)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -187,6 +189,14 @@ def test_evidence_is_inactive_if_other_weights_train():
     assert "word_embeddings" in evidence.seen
 
 
+def test_evidence_reads_states_that_torchao_quantized():
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    zero, moment = (OptimState8bit.zeros((64, 64)) for _ in range(2))
+    moment.copy_(torch.ones(64, 64))
+    assert tensors_with_moment([{"exp_avg": zero}, {"exp_avg": moment}]) == 1
+
+
 @pytest.mark.integration
 @pytest.mark.soak
 def test_dora_with_checkpointing_is_compiled_in_one_graph_a_layer(tmp_path):
@@ -211,9 +221,28 @@ def adapters_without_effect(patch):
     patch.setattr(Linear, "forward", lambda self, x, *args, **kwargs: self.base_layer(x))
 
 
+def layers_left_out(patch, chosen):
+    """PEFT adds no adapter to the chosen modules."""
+    from peft.tuners.lora import LoraModel
+
+    numbers, real = count(), LoraModel._create_and_replace
+
+    def create(self, *args, **kwargs):
+        if not chosen(next(numbers)):
+            real(self, *args, **kwargs)
+
+    patch.setattr(LoraModel, "_create_and_replace", create)
+
+
+def disable_half(run):
+    for layer in [module for module in run.inner_model.modules() if hasattr(module, "lora_B")][::2]:
+        layer._disable_adapters = True
+
+
 ALWAYS = {"always": True, "r": 4}
 CASES = Cases(
     invalid=(({"target_modules": []}, "at least 1 item"), ({"layers_to_transform": [1]}, "needs the names")),
     options=ALWAYS,
     mutations=(Mutation("the adapter adds nothing", adapters_without_effect, "tensors in the optimizer received", ALWAYS),),
+    parts=(Part("layers without an adapter", layers_left_out, ALWAYS, disable_half),),
 )
