@@ -21,9 +21,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from typing import Any, ClassVar, Literal
 from unittest import mock
 
@@ -42,6 +43,8 @@ Name = Literal[
     "adamw_torch_8bit",
     "adamw_torch_4bit",
 ]
+LEAST_QUANTIZED, LEAST_PAGED = 4096, 100_000
+"""Elements of the smallest tensor whose states bitsandbytes and torchao quantize, and bitsandbytes pages."""
 OPTIMIZERS: dict[str, tuple[str, str, float]] = {
     "adamw_torch": ("torch.optim", "AdamW", 8.0),
     "adamw_torch_fused": ("torch.optim", "AdamW", 8.0),
@@ -255,26 +258,34 @@ class Optimizer(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         optimizer = run.optimizer
-        states = [value for state in optimizer.state.values() for value in state.values() if getattr(value, "ndim", 0) > 0]
+        states = {
+            name: moments
+            for name, parameter in zip(run.parameter_names, run.engine.parameters, strict=False)
+            if (moments := moments_of(optimizer.state.get(parameter, {})))
+        }
         kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
-        for value in states:
-            cls_name = type(value).__name__  # the states of torchao are tensor subclasses
-            kinds[cls_name if "OptimState" in cls_name else str(value.dtype).removeprefix("torch.")] += value.numel()
+        for value in chain.from_iterable(states.values()):
+            kinds[kind_of(value)] += value.numel()
         fused = run.observation.calls("_fused_adamw")
-        paged = sum(bool(getattr(value, "is_paged", False)) for value in states)
         cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
-        quantized = any(kind == "uint8" or "OptimState" in kind for kind in kinds)
+        large = {
+            "quantized": {name: is_quantized(moments) for name, moments in states.items() if quantizable(moments, optimizer)},
+            "paged": {name: is_paged(moments) for name, moments in states.items() if moments[0].numel() >= LEAST_PAGED},
+        }
         rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
         seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
         seen += f"; {fused} call(s) of the fused kernel in this step"
-        seen += f"; {paged} paged state(s)" if paged else ""
-        if cls.endswith("bit") and not quantized:
-            seen += "; no state is quantized (tensors under 4,096 elements are too small)"
+        for what, wanted in (("quantized", "8bit" in cls or "4bit" in cls), ("paged", "Paged" in cls)):
+            if wanted:
+                seen += f"; {sum(large[what].values())} of {len(large[what])} large states {what}"
+                missed = [name for name, right in large[what].items() if not right]
+                seen += f", not {hw.first_names(missed)}" if missed else ""
         if bf16:
             seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
-        found = {"class": cls, "quantized": quantized, "paged": paged > 0, "stochastic_rounding": rounding}
+        found = {"class": cls, "stochastic_rounding": rounding}
+        found |= {what: frozenset(each.values()) or False for what, each in large.items()}
         if not run.observation.operators and cls == "torch.AdamW":
             return hw.Evidence.unknown(f"{seen}; no operators were recorded", **found)
         return hw.Evidence.active(seen, **found, fused=fused > 0)
@@ -289,3 +300,29 @@ class Optimizer(hw.Plugin):
             "stochastic_rounding": bool(self.options.stochastic_rounding),
         }
         return expected | ({"fused": True} if name == "adamw_torch_fused" else {})
+
+
+def moments_of(state: Mapping[str, Any]) -> list[Any]:
+    """The tensors of a parameter's state with an entry for each weight, without the map of 8-bit values."""
+    found = (value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith(("qmap", "absmax")))
+    return [getattr(value, "_local_tensor", value) for value in found]  # of a sharded tensor, what this rank has
+
+
+def kind_of(state: Any) -> str:
+    """The dtype of a state, or the class of a quantized one of torchao."""
+    name = type(state).__name__
+    return name if "OptimState" in name else str(state.dtype).removeprefix("torch.")
+
+
+def is_quantized(moments: Sequence[Any]) -> bool:
+    return all(kind == "uint8" or "OptimState" in kind for kind in map(kind_of, moments))
+
+
+def quantizable(moments: Sequence[Any], optimizer: Any) -> bool:
+    """Whether the states are large enough; torchao's have whole blocks too."""
+    elements = moments[0].numel()
+    return bool(elements >= LEAST_QUANTIZED and elements % getattr(optimizer, "block_size", 1) == 0)
+
+
+def is_paged(moments: Sequence[Any]) -> bool:
+    return all(getattr(moment, "is_paged", False) for moment in moments)

@@ -4,11 +4,12 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
-from plugin_cases import Cases, Mutation, Refused
+from plugin_cases import Cases, Mutation, Part, Refused
 from torch.profiler import profile
 
 from hwopt import api
@@ -267,6 +268,27 @@ def torchao_states_in_32_bit(patch):
     patch.setattr(AdamW8bit, "_subclass_zeros", staticmethod(lambda tensor, *_: torch.zeros_like(tensor)))
 
 
+def some_states_in_32_bit(patch, chosen):
+    """bitsandbytes creates the states of the chosen large tensors in 32 bit."""
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    numbers, real = count(), Optimizer2State.init_state
+
+    def init_state(self, group, parameter, gindex, pindex):
+        size = self.args.min_8bit_size
+        if parameter.numel() >= size and chosen(next(numbers)):
+            self.args.min_8bit_size = 1 << 40
+        real(self, group, parameter, gindex, pindex)
+        self.args.min_8bit_size = size
+
+    patch.setattr(Optimizer2State, "init_state", init_state)
+
+
+def one_state_in_32_bit(run):
+    state = next(state for state in run.optimizer.state.values() if state["state1"].dtype == torch.uint8)
+    state.update({key: torch.zeros_like(state[key], dtype=torch.float32) for key in ("state1", "state2")})
+
+
 def table(name):
     return f'[plugins.optimizer]\nname = "{name}"\n'
 
@@ -289,4 +311,5 @@ CASES = Cases(
         Mutation("torchao quantizes nothing", torchao_states_in_32_bit, "expected quantized True", TORCHAO, compiles=True),
         Mutation("states are not paged", states_are_not_paged, "expected paged True", PAGED, {"config": WIDE}, on_cuda=True),
     ),
+    parts=(Part("states in 32 bit", some_states_in_32_bit, BNB, one_state_in_32_bit),),
 )
