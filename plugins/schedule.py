@@ -51,12 +51,21 @@ class Schedule(hw.Plugin):
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         scheduler = run.scheduler
         factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
-        rate, base = float(scheduler.optimizer.param_groups[0]["lr"]), float(scheduler.base_lrs[0])
+        rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+        rate, base = rates[0], float(scheduler.base_lrs[0])
         grows = next((step for step in range(run.total_steps) if factor(step + 1) <= factor(step)), run.total_steps)
         seen = f"learning rate {rate:.3g} of {base:.3g} after {done} steps; warm-up over {grows} of {run.total_steps} steps"
-        if not isclose(rate, base * factor(done), rel_tol=1e-6, abs_tol=1e-12):
-            return hw.Evidence.inactive(f"{seen}; the schedule asks for {base * factor(done):.3g}")
-        return hw.Evidence.active(seen, warmup=grows > 0 and factor(0) < factor(grows))
+        pairs = zip(rates, (float(base) * factor(done) for base in scheduler.base_lrs), strict=True)
+        wrong = [(found, right) for found, right in pairs if not isclose(found, right, rel_tol=1e-6, abs_tol=1e-12)]
+        if wrong:
+            found, right = wrong[0]
+            groups = f"{len(wrong)} of {len(rates)} group(s) of weights have {found:.3g}"
+            return hw.Evidence.inactive(f"{seen}; {groups}, the schedule asks for {right:.3g}")
+        warmup, training = grows > 0 and factor(0) < factor(grows), run.training
+        asked = training.warmup_ratio if training.warmup_steps is None else training.warmup_steps
+        if not warmup and (not asked or training.lr_scheduler_type == "constant" or run.total_steps == 1):
+            return hw.Evidence.unknown(f"{seen}; the job has none")
+        return hw.Evidence.active(seen, warmup=warmup)
 
     def expects(self) -> Mapping[str, Any]:
         return {"warmup": True}

@@ -3,11 +3,14 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
-from plugin_cases import Cases, Mutation
+from plugin_cases import Cases, Mutation, Part
 
+from hwopt.config.job_training import Training
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, verify
+from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.schedule import Schedule
 
 
@@ -28,7 +31,8 @@ def run_after(step, total, ratio):
     for _ in range(step):
         optimizer.step()
         scheduler.step()
-    return SimpleNamespace(total_steps=total, optimizer=optimizer, scheduler=scheduler)
+    training = Training(learning_rate=2e-5, warmup_ratio=ratio)
+    return SimpleNamespace(total_steps=total, optimizer=optimizer, scheduler=scheduler, training=training)
 
 
 def test_warmup_of_the_job_overrides_the_plugin():
@@ -47,9 +51,27 @@ def test_evidence_compares_the_learning_rate_with_the_warmup():
     assert verify(plugin, flat).status == "inactive"
 
 
+@pytest.mark.parametrize("asked", [{"warmup_steps": 0}, {"lr_scheduler_type": "constant"}, {"max_steps": 1}])
+def test_job_without_a_warmup_is_not_inactive(asked, tmp_path):
+    found = train_tiny(plan_for(tiny_profile(schedule={}), tiny_job(tmp_path / "data", **asked)), tmp_path).found
+    assert {entry.name: evidence.status for entry, evidence in found}["schedule"] == "unknown"
+
+
 def constant_rate(patch):
     """torch's scheduler never changes the learning rate."""
     patch.setattr(torch.optim.lr_scheduler.LambdaLR, "get_lr", lambda self: list(self.base_lrs))
+
+
+def constant_groups(patch, chosen):
+    """torch's scheduler never changes the learning rate of the chosen groups of weights."""
+    real = torch.optim.lr_scheduler.LambdaLR.get_lr
+
+    def rates(self):
+        return [
+            base if chosen(number) else rate for number, (base, rate) in enumerate(zip(self.base_lrs, real(self), strict=True))
+        ]
+
+    patch.setattr(torch.optim.lr_scheduler.LambdaLR, "get_lr", rates)
 
 
 def no_warmup(patch):
@@ -65,4 +87,5 @@ CASES = Cases(
         Mutation("the rate is constant", constant_rate, "the schedule asks for", HALF, FOUR_STEPS),
         Mutation("no warm-up", no_warmup, "expected warmup True", HALF, FOUR_STEPS),
     ),
+    parts=(Part("constant rate", constant_groups, HALF),),
 )
