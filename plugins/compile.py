@@ -190,6 +190,11 @@ class Compile(hw.Plugin):
             return hw.Evidence.unknown(f"{seen}; no operators were recorded")
         if left := eager_blocks(run.inner_model):
             return hw.Evidence.inactive(f"{seen}; {len(left)} repeated layer(s) stayed eager: {hw.first_names(left)}")
+        eager = {name or "the model": count for name, count in run.observation.eager_products.items() if count}
+        if eager:
+            of = f"{len(eager)} of {len(compiled)} compiled module(s)"
+            seen += f"; {sum(eager.values())} matrix products of {of} ran outside of the graphs: {hw.first_names([*eager])}"
+            return hw.Evidence.inactive(seen)
         return hw.Evidence.active(seen) if compiled and graphs else hw.Evidence.inactive(seen)
 
 

@@ -15,7 +15,8 @@ Numerical effect: rounding. Every kernel computes softmax in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -131,12 +132,12 @@ class Sdpa(hw.Plugin):
         calls = {kernel: count for kernel, count in calls.items() if count}
         ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
         seen = f"attn_implementation {implementation}; calls in this step: {ran}"
-        kernels = frozenset(calls)
-        attention = sum(run.observation.forward_calls.get(name, 0) for name in attention_modules(run.inner_model))
-        if 0 < sum(calls.values()) < attention and forward.get("aten::_softmax"):
-            seen += f"; {attention} calls of attention layers, so some ran without a fused kernel"
-            kernels |= {"eager"}
-        return hw.Evidence.active(seen, kernel=kernels or frozenset({"eager"}))
+        modules = {name: kernels_in(ran) for name, ran in run.observation.attention.items()}
+        kernels = Counter(kernel for own in modules.values() for kernel in own)
+        for kernel, count in kernels.most_common()[1:]:
+            where = hw.first_names([name for name, own in modules.items() if kernel in own])
+            seen += f"; {kernel} in {count} of {len(modules)} layers: {where}"
+        return hw.Evidence.active(seen, kernel=frozenset({*calls, *kernels}) or frozenset({"eager"}))
 
     def expects(self) -> Mapping[str, Any]:
         first, *rest = self.options.prefer
@@ -144,12 +145,9 @@ class Sdpa(hw.Plugin):
         return {"kernel": first if first in ("eager", "math") else frozenset({first, *rest} - {"math"})}
 
 
-def attention_modules(model: Any) -> list[str]:
-    """The names of the modules that compute softmax attention, by their class: those without another one inside."""
-    named = {name: module for name, module in model.named_modules() if is_attention(module)}
-    return [name for name, module in named.items() if sum(map(is_attention, module.modules())) == 1]
-
-
-def is_attention(module: Any) -> bool:
-    name = type(module).__name__
-    return "Attention" in name and not any(word in name for word in ("Linear", "Lightning"))
+def kernels_in(operators: Iterable[str]) -> set[str]:
+    """The kernels among the `operators` of a layer's attention: "eager" for a softmax alone."""
+    operators = list(operators)
+    return {kernel for kernel, begin in OPERATORS.items() if any(name.startswith(begin) for name in operators)} or (
+        {"eager"} if operators and all("softmax" in name for name in operators) else set()
+    )

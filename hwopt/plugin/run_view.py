@@ -35,6 +35,12 @@ class Observation:
     """Name of a linear layer -> the dtypes of the products in its forward calls, named as in `matmul_dtypes`.
 
     Empty as `forward_calls` is."""
+    attention: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Name of a module that computes attention -> the attention kernels and softmax operators in its forward calls.
+
+    Empty as `forward_calls` is."""
+    eager_products: Mapping[str, int] = field(default_factory=dict)
+    """Name of a compiled module -> matrix products in its forward calls that ran outside of compiled graphs."""
     missing: str = ""
     """Why nothing was recorded."""
 

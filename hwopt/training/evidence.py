@@ -7,7 +7,7 @@ import sys
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 Collected = list[tuple["PluginDecision", Evidence]]
 """(decision, evidence) of every applied plugin."""
-LINEAR = "hwopt.linear:"
-"""The profiler's ranges of linear layers begin so; the name of the layer follows."""
+RANGE = "hwopt.module:"
+"""The profiler's ranges of linear layers and of attention begin so; the name of the module follows."""
+ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn", "aten::_softmax")
+"""Beginnings of the names of the operators that compute attention, or that it calls if it has no kernel of its own."""
 STATUS = ("active", "inactive", "unknown")
+IN_GRAPH = ("## Call CompiledFxGraph", "(dynamo_timed)")
+"""Parts of the names of ranges in which compiled code runs or is made. What is traced while it is made is recorded too."""
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_addmm_activation"})
 
 
@@ -44,16 +48,26 @@ def observing(run: RunView) -> Iterator[None]:
     with silenced():
         profiler.__enter__()
     try:
-        with counted_calls(run.inner_model) as calls:
+        with counted_calls(run.inner_model) as calls, compiled_ranges(run.inner_model) as compiled:
             yield
     finally:
         with silenced():
             profiler.__exit__(None, None, None)
     results: Any = getattr(profiler.profiler, "kineto_results", None)
     events = results.events() if results else []
-    operators = Counter(name for event in events if not (name := event.name()).startswith(LINEAR))
-    found = products(events)
-    run.observation = Observation(operators, Counter(each.dtype for each in found), calls, linear_dtypes(events, found))
+    operators = Counter(name for event in events if not (name := event.name()).startswith(RANGE))
+    found, attends = products(events), {*attention_modules(run.inner_model)}
+    in_graphs = within(found, ((event, "") for event in events if any(part in event.name() for part in IN_GRAPH)))
+    eager = [*{*found} - {*in_graphs.get("", ())}, *attention_calls(events)]
+    own = within(eager, ((event, event.name().removeprefix(RANGE)) for event in events if event.name().startswith(RANGE)))
+    run.observation = Observation(
+        operators,
+        Counter(each.dtype for each in found),
+        calls,
+        {name: frozenset(each.dtype for each in own[name] if each.dtype) for name in own.keys() - attends - compiled},
+        {name: frozenset(each.name for each in own[name] if not each.dtype) for name in own.keys() & attends - compiled},
+        {name: sum(bool(each.dtype) for each in own[name]) for name in own.keys() & compiled},
+    )
 
 
 def profiler_is_open() -> bool:
@@ -64,7 +78,7 @@ def profiler_is_open() -> bool:
 
 @contextmanager
 def counted_calls(model: Any) -> Iterator[Counter[str]]:
-    """Counts the forward calls of each module by name, and lets the profiler record a range for each linear layer.
+    """Counts the forward calls of each module by name, and records a range for each linear layer and module with attention.
 
     Counts nothing in a model with compiled modules: the hooks would make torch compile them again.
     """
@@ -79,7 +93,7 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
 
     def begin(name: str) -> Any:
         def hook(module: Any, inputs: Any) -> None:
-            ranges.append(record_function(f"{LINEAR}{name}"))
+            ranges.append(record_function(f"{RANGE}{name}"))
             ranges[-1].__enter__()
 
         return hook
@@ -88,9 +102,11 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
         ranges.pop().__exit__(None, None, None)
 
     if not any(module._compiled_call_impl is not None for module in model.modules()):
+        attends = {*attention_modules(model)}
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(count(name)))
-            if isinstance(module, torch.nn.Linear) and module.weight.is_floating_point():  # not packed in 4 or 8 bit
+            plain = isinstance(module, torch.nn.Linear) and module.weight.is_floating_point()  # not packed in 4 or 8 bit
+            if plain or name in attends:
                 hooks.append(module.register_forward_pre_hook(begin(name)))
                 hooks.append(module.register_forward_hook(end, always_call=True))
     try:
@@ -100,17 +116,60 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
             hook.remove()
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product that ran."""
+@contextmanager
+def compiled_ranges(model: Any) -> Iterator[set[str]]:
+    """The names of the compiled modules; lets the profiler record a range for each call, without a hook."""
+    from torch.profiler import record_function
 
+    def ranged(name: str, call: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with record_function(f"{RANGE}{name}"):
+                return call(*args, **kwargs)
+
+        return recorded
+
+    compiled = {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    before = {name: module._compiled_call_impl for name, module in compiled.items()}
+    during = {name: ranged(name, call) for name, call in before.items()}
+    for name, module in compiled.items():
+        module._compiled_call_impl = during[name]
+    try:
+        yield set(compiled)
+    finally:
+        for name, module in compiled.items():
+            if module._compiled_call_impl is during[name]:  # not if it fell back to eager mode
+                module._compiled_call_impl = before[name]
+
+
+def attention_modules(model: Any) -> list[str]:
+    """The names of the modules that compute softmax attention, by their class: those without another one inside."""
+    named = {name: module for name, module in model.named_modules() if is_attention(module)}
+    return [name for name, module in named.items() if sum(map(is_attention, module.modules())) == 1]
+
+
+def is_attention(module: Any) -> bool:
+    name = type(module).__name__
+    return "Attention" in name and not any(word in name for word in ("Linear", "Lightning"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator."""
+
+    name: str
     thread: int
     start_ns: int
-    dtype: str
-    """Of its first matrix, as the profiler names it: "c10::BFloat16"."""
+    dtype: str = ""
+    """Of the first matrix of a product, as the profiler names it: "c10::BFloat16"."""
 
 
-def products(events: Iterable[Any]) -> list[Product]:
+def attention_calls(events: Iterable[Any]) -> list[Call]:
+    """The forward calls of attention kernels and of softmax among the `events` of torch's profiler."""
+    found = (event for event in events if event.name().startswith(ATTENTION) and "backward" not in event.name())
+    return [Call(event.name(), event.start_thread_id(), event.start_ns()) for event in found]
+
+
+def products(events: Iterable[Any]) -> list[Call]:
     """The matrix products among the `events` of torch's profiler, by thread and start.
 
     Autocast records a product twice: with the dtype that it was called with, and inside that call with the one it is cast to.
@@ -128,24 +187,22 @@ def products(events: Iterable[Any]) -> list[Product]:
                 continue
             dtypes = event.dtypes()
             first = 1 if event.name() in ("aten::addmm", "aten::baddbmm") else 0
-            found.append(Product(number, event.start_ns(), dtypes[first] if dtypes else "?"))
+            found.append(Call(event.name(), number, event.start_ns(), dtypes[first] if dtypes else "?"))
     return found
 
 
-def linear_dtypes(events: Iterable[Any], found: Sequence[Product]) -> dict[str, frozenset[str]]:
-    """Name of a linear layer -> the dtypes of the products inside its ranges."""
-    by_thread: dict[int, list[Product]] = {}
-    for product in found:
-        by_thread.setdefault(product.thread, []).append(product)
-    dtypes: dict[str, frozenset[str]] = {}
-    for event in events:
-        if event.name().startswith(LINEAR):
-            own = by_thread.get(event.start_thread_id(), [])
-            first = bisect_left(own, event.start_ns(), key=lambda product: product.start_ns)
-            last = bisect_left(own, event.start_ns() + event.duration_ns(), key=lambda product: product.start_ns)
-            name = event.name().removeprefix(LINEAR)
-            dtypes[name] = dtypes.get(name, frozenset()) | {product.dtype for product in own[first:last]}
-    return dtypes
+def within(found: Iterable[Call], ranges: Iterable[tuple[Any, str]]) -> dict[str, list[Call]]:
+    """Name -> the calls of `found` inside the ranges of this name: (an event of torch's profiler, its name)."""
+    by_thread: dict[int, list[Call]] = {}
+    for call in sorted(found, key=lambda call: call.start_ns):
+        by_thread.setdefault(call.thread, []).append(call)
+    inside: dict[str, list[Call]] = {}
+    for event, name in ranges:
+        own = by_thread.get(event.start_thread_id(), [])
+        first = bisect_left(own, event.start_ns(), key=lambda call: call.start_ns)
+        last = bisect_left(own, event.start_ns() + event.duration_ns(), key=lambda call: call.start_ns)
+        inside.setdefault(name, []).extend(own[first:last])
+    return inside
 
 
 @contextmanager

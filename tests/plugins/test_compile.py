@@ -1,6 +1,7 @@
 """Fixed widths, skips without a compiler, one real compilation, and a real compiler failure that ends in eager mode."""
 
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +169,23 @@ def graphs_run_eagerly(patch):
     patch.setattr(torch._inductor.compile_fx, "compile_fx", as_it_is)
 
 
+def half_of_a_layer_eager(patch):
+    """dynamo leaves the MLP of every second layer out of the graphs."""
+    from transformers.models.bert.modeling_bert import BertIntermediate
+
+    real = BertIntermediate.forward
+    left_out, numbers = torch._dynamo.disable(real), count()
+    torch._dynamo.reset()
+    init = BertIntermediate.__init__
+
+    def make(self, config):
+        init(self, config)
+        self.left_out = next(numbers) % 2 == 0
+
+    patch.setattr(BertIntermediate, "__init__", make)
+    patch.setattr(BertIntermediate, "forward", lambda self, x: left_out(self, x) if self.left_out else real(self, x))
+
+
 BLOCKS, NO_CALL = {"scope": "block", "widths": (32,)}, "0 call(s) of compiled graphs"
 CASES = Cases(
     invalid=(({"widths": [64, 32]}, "must be positive and ascending"),),
@@ -182,5 +200,8 @@ CASES = Cases(
     mutations=(
         Mutation("torch.compile returns the function", never_compiled, NO_CALL, BLOCKS, compiles=True),
         Mutation("inductor compiles nothing", graphs_run_eagerly, NO_CALL, BLOCKS, compiles=True),
+        Mutation(
+            "a layer has an eager part", half_of_a_layer_eager, "1 of 2 compiled module(s) ran outside", BLOCKS, compiles=True
+        ),
     ),
 )
