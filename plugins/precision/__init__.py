@@ -189,9 +189,13 @@ class Precision(hw.Plugin):
         return [hw.Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
-        import torch
-
-        from hwopt_plugins.precision.dtypes_in_use import PROFILER_NAMES, count_dtypes, frozen_in_fp32, linear_layers
+        from hwopt_plugins.precision.dtypes_in_use import (
+            PROFILER_NAMES,
+            count_dtypes,
+            frozen_in_fp32,
+            half_weights,
+            linear_layers,
+        )
 
         dtypes = run.observation.matmul_dtypes
         matmuls = {name: dtypes.get(recorded, 0) for name, recorded in PROFILER_NAMES.items()}
@@ -207,14 +211,14 @@ class Precision(hw.Plugin):
         frozen = frozen_in_fp32(run)
         seen += f"; {fell_out}" if fell_out else ""
         seen += f"; {len(frozen)} frozen layers are stored in fp32: {hw.first_names(frozen)}" if frozen else ""
-        trained = [p for p in run.inner_model.parameters() if p.requires_grad]
-        half_weights = any(p.dtype in (torch.float16, torch.bfloat16) for p in trained)
+        in_half, in_fp32 = half_weights(run.inner_model)
+        seen += f"; {len(in_fp32)} trained weights are in fp32: {hw.first_names(in_fp32)}" if in_half and in_fp32 else ""
         return hw.Evidence.active(
             seen,
             **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
             linear_layers=linear,
             frozen_in_fp32=len(frozen),
-            half_weights=half_weights and not run.engine.keeps_masters,
+            half_weights=False if run.engine.keeps_masters else frozenset([True] * bool(in_half) + [False] * bool(in_fp32)),
             updated="/".join(sorted(stepped)),
             loss_scale=scale is not None,
         )

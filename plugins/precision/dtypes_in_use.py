@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hwopt.plugin import RunView, first_names
-from hwopt_plugins.precision.half_weights import CAST
+from hwopt_plugins.precision.half_weights import CAST, is_norm
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 """Dtype -> its name in torch's profiler."""
@@ -37,9 +37,19 @@ def frozen_in_fp32(run: RunView) -> list[str]:
     """The names of the linear layers that `cast_frozen` had to cast and that are in fp32."""
     if not hasattr(run.inner_model, CAST):
         return []
-    linears = [(name, module) for name, module in run.inner_model.named_modules() if type(module) is torch.nn.Linear]
-    weights = [(name, module.weight) for name, module in linears if not module.weight.requires_grad]
+    named = dict(run.inner_model.named_modules())
+    tied = {id(module.weight) for module in named.values() if isinstance(module, torch.nn.Embedding)}  # in fp32 beside fp16
+    weights = [(name, module.weight) for name, module in named.items() if type(module) is torch.nn.Linear]
+    weights = [(name, weight) for name, weight in weights if not weight.requires_grad and id(weight) not in tied]
     return [name for name, weight in weights if weight.dtype == torch.float32]
+
+
+def half_weights(model: Any) -> tuple[list[str], list[str]]:
+    """The names of the trained weights in half precision, and of those in fp32, without the weights of norms."""
+    norms = {id(p) for module in model.modules() if is_norm(module) for p in module.parameters()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in norms]
+    in_half = [name for name, p in trained if p.dtype in (torch.float16, torch.bfloat16)]
+    return in_half, [name for name, p in trained if p.dtype == torch.float32]
 
 
 def count_dtypes(parameters: Any) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hwopt.distributed.engine import Engine
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Recipe
-from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, add_adapter
 from hwopt_plugins.precision import Precision
 from hwopt_plugins.precision.half_weights import cast_frozen, is_norm, to_fp32
@@ -316,6 +316,16 @@ def no_half_weights(patch):
     patch.setattr(torch.Tensor, "to", to)
 
 
+def embeddings_in_fp32(patch):
+    """`tensor.to(torch.bfloat16)` returns the matrix of the word embeddings as it is."""
+    real, rows = torch.Tensor.to, TINY_BERT["vocab_size"]
+
+    def to(self, *args, **kwargs):
+        return self if args == (torch.bfloat16,) and self.ndim == 2 and len(self) == rows else real(self, *args, **kwargs)
+
+    patch.setattr(torch.Tensor, "to", to)
+
+
 def no_half_model(patch):
     """transformers also makes the model in fp32."""
     no_half_weights(patch)
@@ -342,6 +352,7 @@ def linear_in_fp32_with_half_output(patch, chosen):
     patch.setattr(nn.Linear, "forward", lambda self, x: in_fp32(self, x).to(torch.bfloat16))
 
 
+O2 = {"dtype": "bf16", "level": "O2"}
 ZERO_2, FSDP = "[plugins.zero]\nstage = 2", "[plugins.fsdp]"
 PURE_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "pure"\n'
 O2_TABLE = '[plugins.precision]\ndtype = "bf16"\nlevel = "O2"\n'
@@ -358,7 +369,8 @@ CASES = Cases(
     ),
     mutations=(
         Mutation("autocast has no effect", no_autocast, "expected bf16_matmuls True", {"dtype": "bf16"}),
-        Mutation("weights stay in fp32", no_half_weights, "expected half_weights True", {"dtype": "bf16", "level": "O2"}),
+        Mutation("weights stay in fp32", no_half_weights, "expected half_weights True", O2),
+        Mutation("embeddings stay in fp32", embeddings_in_fp32, "bert.embeddings.word_embeddings.weight", O2),
         Mutation("the model stays in fp32", no_half_model, "expected updated bfloat16", {"dtype": "bf16", "level": "pure"}),
     ),
     parts=(
