@@ -85,6 +85,7 @@ class OptimizerInBackward(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         updated, parameters = getattr(run.engine, "updated", 0), len(run.engine.parameters)
-        left = sum(p.grad is not None for p in run.engine.parameters)
-        seen = f"{updated} of {parameters} parameters were updated in the backward pass of step 1; {left} gradients were left"
-        return hw.Evidence.active(seen) if updated and not left else hw.Evidence.inactive(seen)
+        missed = getattr(run.engine, "missed", run.parameter_names)
+        seen = f"{updated} of {parameters} parameters were updated in the backward pass of this step; {len(missed)} after it"
+        seen += f": {hw.first_names(missed)}" if missed else ""
+        return hw.Evidence.active(seen) if updated and not missed else hw.Evidence.inactive(seen)

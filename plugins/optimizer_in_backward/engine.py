@@ -42,6 +42,8 @@ class InBackwardEngine(Engine):
         """Whether a backward pass updates the weights; otherwise it only frees the gradients."""
         self.updated = 0
         """Number of parameters that the last backward pass updated."""
+        self.missed: list[str] = []
+        """The names of those that were only updated after it."""
         self.groups = [group for group in run.optimizer.param_groups for _ in group["params"]]
         """The group of each parameter."""
         self.norms: dict[int, Tensor] = {}
@@ -100,6 +102,7 @@ class InBackwardEngine(Engine):
     def update(self) -> None:
         """Update what still has a gradient, one that was not computed by a backward pass, and step the schedule."""
         self.in_step, in_backward = True, self.updated
+        self.missed = [name for name, parameter in zip(self.names, self.parameters, strict=True) if parameter.grad is not None]
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.update_one(number, parameter)

@@ -246,17 +246,17 @@ class Quantize(hw.Plugin):
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         layers = [layer for _, _, layer in packed_linears(run.inner_model)]
+        names = {id(module): name for name, module in run.inner_model.named_modules()}
         kinds = sorted({f"{type(layer).__name__} in {str(layer.weight.dtype).removeprefix('torch.')}" for layer in layers})
         size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         elements = sum(layer.in_features * layer.out_features for layer in layers)
-        missed = len(frozen_linears(run.inner_model))
-        seen = (
-            f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {size:,} bytes for {elements:,} weights; {missed} not quantized"
-        )
+        missed = [names[id(layer)] for _, _, layer in frozen_linears(run.inner_model)]
+        seen = f"{len(layers)} layers: {', '.join(kinds) or 'none'}; {size:,} bytes for {elements:,} weights; "
+        seen += f"{len(missed)} not quantized{': ' if missed else ''}{hw.first_names(missed)}"
         if others := frozen_matrices(run.inner_model):
             seen += f"; {sum(p.nbytes for p in others):,} bytes in {len(others)} matrices outside of linear layers not quantized"
-        bits = round(8 * size / elements) if elements else 32
-        return hw.Evidence("active" if layers and not missed else "inactive", seen, {"bits": bits})
+        bits = {round(8 * each.weight.nbytes / (each.in_features * each.out_features)) for each in layers}
+        return hw.Evidence("active" if layers and not missed else "inactive", seen, {"bits": frozenset(bits or {32})})
 
     def expects(self) -> Mapping[str, Any]:
         return {"bits": self.options.bits}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plugin_cases import Cases, Mutation, Refused
+from plugin_cases import Cases, Chosen, Mutation, Part, Refused
 
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect
@@ -187,6 +188,21 @@ def no_hooks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", lambda self, hook: None)
 
 
+def some_hooks(patch: pytest.MonkeyPatch, chosen: Chosen) -> None:
+    """torch does not call the hooks of the chosen parameters."""
+    numbers, real = count(), torch.Tensor.register_post_accumulate_grad_hook
+    patch.setattr(
+        torch.Tensor,
+        "register_post_accumulate_grad_hook",
+        lambda self, hook: None if chosen(next(numbers)) else real(self, hook),  # type: ignore[no-untyped-call]
+    )
+
+
+def remove_half(run: Any) -> None:
+    for parameter in run.engine.parameters[::2]:
+        parameter._post_accumulate_grad_hooks.clear()
+
+
 OFF = {"clipping": "off"}
 TABLE = '[plugins.optimizer_in_backward]\nclipping = "off"'
 CASES = Cases(
@@ -198,4 +214,5 @@ CASES = Cases(
         Refused("length_batching", f"[plugins.length_batching]\n{TABLE}", world_size=1),
     ),
     mutations=(Mutation("the hooks are never called", no_hooks, "0 of", OFF),),
+    parts=(Part("parameters updated after the backward pass", some_hooks, OFF, remove_half),),
 )

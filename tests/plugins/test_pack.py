@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,22 @@ def one_document_per_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hwopt_plugins.pack.collate, "pack_rows", lambda lengths, width: [[index] for index in range(len(lengths))])
 
 
+def half_packed(patch: pytest.MonkeyPatch) -> None:
+    def packed(lengths: Sequence[int], width: int) -> list[list[int]]:
+        half = len(lengths) // 2
+        return [*pack_rows(lengths[:half], width), *([index] for index in range(half, len(lengths)))]
+
+    patch.setattr(hwopt_plugins.pack.collate, "pack_rows", packed)
+
+
 CASES = Cases(
     conflicts=(
         Refused("length_batching", "[plugins.pack]\n[plugins.length_batching]"),
         Refused("compile", "[plugins.pack]\n[plugins.compile]", on_card=True),
         Refused("sdpa", '[plugins.sdpa]\n[plugins.pack]\nkernel = "flash"'),
     ),
-    mutations=(Mutation("each document has a row", one_document_per_row, "0 of them with several documents"),),
+    mutations=(
+        Mutation("each document has a row", one_document_per_row, "0 of them with several documents"),
+        Mutation("half of the documents have a row each", half_packed, "tokens are enough"),
+    ),
 )

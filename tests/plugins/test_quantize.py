@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft.utils.integrations import dequantize_module_weight
-from plugin_cases import Cases, Mutation, Refused
+from plugin_cases import Cases, Chosen, Mutation, Part, Refused
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -20,7 +21,7 @@ from hwopt.memory.forecast.planner import plan_memory
 from hwopt.plugin.registry import Registry
 from hwopt.report.memory import show_memory
 from hwopt.testing import TINY_LLAMA, entry_of, plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.quantize import dequantize, quantize
+from hwopt_plugins.quantize import dequantize, packed_linears, quantize
 
 Quantize = Registry().plugin("quantize")
 WIDER = {"hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16}
@@ -227,12 +228,33 @@ def test_closed_form_counts_packed_weights_once_under_half_precision(tmp_path: P
     assert full.weights - half.weights == 2 * (full.parameters - full.packed)
 
 
-def weights_never_packed(patch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes moves the weights of its layers to the device without packing them."""
+def weights_not_packed(patch: pytest.MonkeyPatch, chosen: Chosen) -> None:
+    """bitsandbytes moves the weights of the chosen layers to the device without packing them."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    patch.setattr(Params4bit, "to", lambda self, device: nn.Parameter(self.data, requires_grad=False))
-    patch.setattr(Linear4bit, "forward", lambda self, x: nn.functional.linear(x, self.weight.to(x.dtype), self.bias))
+    numbers, to, forward = count(), Params4bit.to, Linear4bit.forward
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.bnb_quantized or not chosen(next(numbers)):
+            return to(self, *args, **kwargs)
+        return nn.Parameter(self.data, requires_grad=False)
+
+    def product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        packed = isinstance(self.weight, Params4bit)
+        return forward(self, x) if packed else nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+    patch.setattr(Params4bit, "to", move)
+    patch.setattr(Linear4bit, "forward", product)
+
+
+def weights_never_packed(patch: pytest.MonkeyPatch) -> None:
+    weights_not_packed(patch, lambda number: True)
+
+
+def unpack_half(run: Any) -> None:
+    for parent, name, packed in packed_linears(run.inner_model)[::2]:
+        layer = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
+        setattr(parent, name, layer.requires_grad_(False))
 
 
 ADAPTER = "[plugins.adapter]\nalways = true\n"
@@ -246,4 +268,5 @@ CASES = Cases(
         Refused("fsdp", f"{ADAPTER}[plugins.quantize]\n[plugins.fsdp]", on_card=True),
     ),
     mutations=(Mutation("weights are not packed", weights_never_packed, "expected bits 4", {"dtype": "fp32"}),),
+    parts=(Part("weights not packed", weights_not_packed, {"dtype": "fp32"}, unpack_half),),
 )
