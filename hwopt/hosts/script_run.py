@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -42,7 +42,8 @@ class ScriptStep:
     pinned: bool = False
     cuts: int = 1
     """Of rows into micro-batches, the longest rows first: the lengths grow between two cuts only."""
-    widths: ClassVar[Widths] = Widths()  # the script pads
+    widths: Widths = field(default_factory=Widths)
+    """What its micro-batches were padded to."""
 
     @property
     def step(self) -> ScriptStep:

@@ -231,7 +231,7 @@ class TrainerStep:
         """Keep the micro-batches of the step for evidence."""
         run = self.run
         pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
-        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned, cuts)
+        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned, cuts, self.widths)
 
 
 def own_values(values: Any, *args: Any, **options: Any) -> Any:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +51,16 @@ def trained(name, steps=5):
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
     operators = Counter({event.key: event.count for event in profiler.key_averages()})
-    return SimpleNamespace(weights=weights, optimizer=optimizer, observation=Observation(operators=operators))
+    return run_of(optimizer, operators)
+
+
+def run_of(optimizer, operators=MappingProxyType({})):
+    """What the evidence reads of a run."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    names = [f"weight {number}" for number in range(len(weights))]
+    observation = Observation(operators=Counter(operators))
+    engine = SimpleNamespace(parameters=weights)
+    return SimpleNamespace(optimizer=optimizer, observation=observation, engine=engine, parameter_names=names)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +110,7 @@ def test_last_candidate_is_used_although_it_is_slow():
 
 def test_fused_equals_plain(plain):
     fused = trained("adamw_torch_fused")
-    for a, b in zip(plain.weights, fused.weights, strict=True):
+    for a, b in zip(plain.engine.parameters, fused.engine.parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     evidence = verify(Optimizer(Optimizer.Options()), fused)
     assert evidence.status == "active"
@@ -114,10 +123,12 @@ def test_8_bit_states_follow_plain_adamw_with_the_groups_settings(plain, name):
     start = parameters()
     with torch.compiler.set_stance("force_eager"):  # torchao would compile its update for half a minute
         quantized = trained(name)
-    moved = [(a - s).norm() for a, s in zip(plain.weights, start, strict=True)]
-    apart = [(a - b).norm() for a, b in zip(plain.weights, quantized.weights, strict=True)]
+    moved = [(a - s).norm() for a, s in zip(plain.engine.parameters, start, strict=True)]
+    apart = [(a - b).norm() for a, b in zip(plain.engine.parameters, quantized.engine.parameters, strict=True)]
     assert apart[0] < 0.1 * moved[0]
-    torch.testing.assert_close(plain.weights[1], quantized.weights[1], rtol=1e-4, atol=1e-5)  # too small to be quantized
+    torch.testing.assert_close(
+        plain.engine.parameters[1], quantized.engine.parameters[1], rtol=1e-4, atol=1e-5
+    )  # too small to be quantized
     evidence = verify(Optimizer(Optimizer.Options(name=name)), quantized)
     assert evidence.status == "active", evidence.seen
     assert "uint8" in evidence.seen or "OptimState8bit" in evidence.seen
@@ -185,7 +196,7 @@ def test_stochastic_rounding_keeps_small_updates_on_average():
     assert nearest == 1.0, "each update is rounded away"
     stochastic, optimizer = updated_bf16(stochastic=True)
     assert stochastic == pytest.approx(1 - 200 / 1024, abs=5e-3)
-    run = SimpleNamespace(optimizer=optimizer, observation=Observation())
+    run = run_of(optimizer)
     options = Optimizer.Options(name="adamw_torch_8bit", stochastic_rounding=True)
     evidence = verify(Optimizer(options), run)
     assert evidence.status == "active"
