@@ -39,11 +39,15 @@ def children(model: Any) -> Iterator[Child]:
 
 
 def frozen_linears(model: Any) -> list[Child]:
-    """The linear layers that do not require gradients, except the output head, which an adapter may have wrapped."""
+    """The linear layers that do not require gradients, except the output head, which an adapter may have wrapped.
+
+    Also except those whose inputs the model casts to the dtype of their weights, which packed bytes do not have: T5's `wo`.
+    """
     import torch
 
-    head = model.get_output_embeddings()
+    head, plain = model.get_output_embeddings(), {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     kept = set() if head is None else set(head.modules())
+    kept |= {layer for name, module in model.named_modules() if plain & {*name.split(".")} for layer in module.modules()}
     linears = [child for child in children(model) if type(child[2]) is torch.nn.Linear and child[2] not in kept]
     return [child for child in linears if not child[2].weight.requires_grad]
 

@@ -270,3 +270,19 @@ CASES = Cases(
     mutations=(Mutation("weights are not packed", weights_never_packed, "expected bits 4", {"dtype": "fp32"}),),
     parts=(Part("weights not packed", weights_not_packed, {"dtype": "fp32"}, unpack_half),),
 )
+
+
+def test_layer_that_casts_its_input_to_the_dtype_of_its_weight_stays_unpacked(tmp_path: Path) -> None:
+    """T5's `wo`: the cast to packed bytes would end the run."""
+    plan = plan_for(tables("lora", 4, {"dtype": "bf16"}), tiny_job(tmp_path / "data", "seq2seq-lm", max_steps=1))
+    packed: list[str] = []
+
+    def look(trained: Any, run: Any) -> Any:
+        names = {module: name for name, module in trained.named_modules()}
+        packed.extend(names[layer] for _, _, layer in packed_linears(trained))
+        return trained
+
+    plan.recipe.final_steps.append(look)
+    train_tiny(plan, tmp_path)
+    assert packed
+    assert not any(".wo." in name for name in packed)
