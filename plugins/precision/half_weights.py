@@ -80,6 +80,8 @@ class HalfWeights(Events):
                 self.hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32)))
                 self.hooks.append(module.register_forward_hook(partial(_cast_output, self.dtype)))
                 continue
+            if isinstance(module, torch.nn.Conv2d):  # not all image models cast their fp32 pixels
+                self.hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, self.dtype)))
             for p in module.parameters(recurse=False):  # not buffers: rotary frequencies and counters need full precision
                 if p.dtype == torch.float32:
                     if p.requires_grad:
@@ -168,4 +170,7 @@ def cast_without_masters(model: Any, run: RunView | None = None) -> Any:
     for p in model.parameters():
         if p.is_floating_point():  # quantized weights are packed bytes
             p.data = p.data.to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16))
     return model

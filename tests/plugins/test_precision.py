@@ -378,3 +378,14 @@ CASES = Cases(
         Part("linear layers in fp32, half output", linear_in_fp32_with_half_output, {"dtype": "bf16"}),
     ),
 )
+
+
+CONVNEXT = {"model_type": "convnext", "image_size": 32, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1]}
+
+
+@pytest.mark.parametrize("level", ["O2", "pure"])
+def test_image_model_that_does_not_cast_its_pixels_trains_in_half_precision(level, tmp_path):
+    job = tiny_job(tmp_path / "data", "image-classification", config=CONVNEXT, max_steps=2)
+    plain = train_tiny(plan_for(tiny_profile(), job), tmp_path / "plain")
+    half = train_tiny(plan_for(tiny_profile(precision={"dtype": "bf16", "level": level}), job), tmp_path / "half")
+    assert half.losses == pytest.approx(plain.losses, rel=0.02)
