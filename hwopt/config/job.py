@@ -65,7 +65,7 @@ class Data(Table):
     blocks: bool | None = None
     """Causal language modelling: join the texts and cut them into blocks of max_length; default: text files yes, columns no."""
     messages: str | None = None
-    """Causal language modelling: the column with conversations; default: recognised by its name and the text column's absence."""
+    """Causal language modelling: the column with conversations; default: recognised by its name."""
     chat_template: str | None = None
     """A Jinja file, or "chatml"; default: the tokenizer's own template."""
     eos_token: str | None = Field(default=None, min_length=1)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import task_facts
+from hwopt.data.sources.layout import layout_of
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.errors import HwoptError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.plan import Plan
 from hwopt.plugin.imports import options_from
-from hwopt.tasks.causal_lm import conversation_columns
 
 SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
 """Arguments for the rows of a step. Plugins know them too, but a host reads them itself."""
@@ -172,7 +172,7 @@ def has_conversations(job: Job) -> bool:
     if data.messages is not None or data.prompt is not None or not task_facts(job.task.kind).decoder:
         return data.messages is not None
     few = replace(read_options(data), max_rows=100, max_bad_rows=1.0, streaming=True)  # of the hub the first rows only
-    return bool(conversation_columns(read_all(data.train, data.split, few).table.column_names, data))
+    return layout_of(read_all(data.train, data.split, few).table, data).kind == "messages"
 
 
 def training_words(plan: Plan, fields: Iterable[str], chat: bool = False) -> Iterator[tuple[str, Any]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.config.job import Data, Job
+from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
-from hwopt.data.sources.chat import BadConversation, Conversation, chat_columns, prompt_column, read_conversations, read_prompts
-from hwopt.data.sources.columns import LONG_TEXT, PROMPTS, holds_messages, mean_length, preferences, prompt_columns, text_of
+from hwopt.data.sources.chat import ALPACA, BadConversation, Conversation, read_conversations, read_prompts
+from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
+from hwopt.data.sources.layout import Layout, layout_of, recognised
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
@@ -51,13 +52,6 @@ def is_chat(samples: Samples) -> bool:
     return isinstance(samples.columns[0][0], Conversation)
 
 
-def conversation_columns(names: Sequence[str], data: Data) -> tuple[str, ...]:
-    """Those of the columns `names` that hold conversations whose answers are trained; empty if there are none."""
-    if data.prompt is not None or (data.messages is None and set(data.text) <= set(names)):
-        return ()
-    return chat_columns(names, data.messages)
-
-
 class CausalLM(Task):
     """Predict the next token."""
 
@@ -86,18 +80,14 @@ class CausalLM(Task):
         names = table.column_names
         if reason := preferences(table):
             return reason
-        if chat := chat_columns(names, None):
-            if len(chat) == 1:
-                return Recognised({"messages": chat[0]}, chat, f"column {chat[0]!r} holds conversations", 1, chat=True)
-            if "text" not in names or "input" in names:  # `text` then has both, and the prompt would be trained too
-                why = "columns 'instruction' and 'output' hold conversations (Alpaca)"
-                return Recognised({"messages": chat[0]} if "text" in names else {}, tuple(chat), why, 1, chat=True)
-        if pair := prompt_columns(table):
-            why = f"columns {pair[0]!r} and {pair[1]!r} are prompts with completions"
-            if lost := [name for name in ("context", "input", "system") if name in names and name not in pair]:
-                why += f"; {listing(list(map(repr, lost)))} beside them is not read: put it into the prompt if it belongs there"
-            keys = {"prompt": pair[0], "completion": pair[1]}
-            return Recognised(keys, pair, why, 1, chat=holds_messages(table, pair[0]))
+        found = [*recognised(table)]
+        if "input" in names:  # a text beside Alpaca's columns has both, and the prompt would be trained too
+            found.sort(key=lambda each: each.columns != ALPACA)
+        if not found or found[0].kind == "texts":  # the column with the messages, or the text, has another name
+            found = [Layout("messages", (name,)) for name in names if holds_messages(table, name)]
+        if found:
+            first, others = found[0], tuple(found[1:])
+            return recognised_samples(table, replace(first, unread=others))
         if texts := text_of(table, None):
             why = f"column {texts[0]!r} holds text, and no column looks like a label"
             if table.num_rows > 1 and mean_length(table, texts[0]) < LONG_TEXT:
@@ -107,19 +97,16 @@ class CausalLM(Task):
 
     def samples(self, rows: Rows, job: Job) -> Samples:
         """Prompts with completions, texts, or conversations, as the job says or as the columns are named."""
-        data, names = job.data, rows.table.column_names
-        pair = None if data.prompt is None else (data.prompt, str(data.completion))
-        if columns := conversation_columns(names, data):
-            return Samples.of(rows, [read_conversations(rows, columns)])
-        if pair is None and (data.messages is not None or not set(data.text) <= set(names)):
-            if reason := preferences(rows.table):
-                raise DataError(f"{rows.source}: {reason}")
-            pair = prompt_columns(rows.table)
-        if pair is None:
-            return Samples.of(rows, text_columns(rows, data.text, COLUMN_KEYS))
-        if holds_messages(rows.table, pair[0]):
-            return Samples.of(rows, [read_conversations(rows, pair)])
-        return Samples.of(rows, text_columns(rows, pair, "data.prompt and data.completion"))
+        try:
+            layout = layout_of(rows.table, job.data)
+        except DataError as error:
+            raise DataError(f"{rows.source}: {error}") from error
+        if layout.chat:
+            columns: list[list[Any]] = [read_conversations(rows, layout.columns)]
+        else:
+            key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt and data.completion"
+            columns = text_columns(rows, layout.columns, key)
+        return replace(Samples.of(rows, columns), note=layout.note)
 
     def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
         """(training, evaluation) samples; of a single document the end is held out."""
@@ -174,6 +161,8 @@ class CausalLM(Task):
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """How the answers of conversations are found and end, and which tokens are new."""
+        note = [parts["train"].note] if parts["train"].note else []
+        prepared.warnings.extend(other_kinds(parts))
         if not is_chat(parts["train"]):
             if split := split_markers(parts["train"].columns[0], trained.tokenizer):
                 prepared.warnings.append(
@@ -181,11 +170,11 @@ class CausalLM(Task):
                     'there. Give conversations as messages with data.chat_template = "chatml", which adds its tokens, or a '
                     "model.tokenizer that has them"
                 )
-            return []
+            return note
         prepared.warnings.extend(unwritten_parts(parts, prepared))
         names = trained.tokenizer.convert_ids_to_tokens
         prompted = parts["train"].columns[0][0].prompt
-        found = ["chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
+        found = [*note, "chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
         if prepared.chat_tokens.new:
             listed = ", ".join(names(prepared.chat_tokens.new))
             found.append(f"tokenizer: {listed} added; the model gets new embeddings for them, which are trained")
@@ -200,17 +189,11 @@ class CausalLM(Task):
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""
-        data, known = job.data, rows.table.column_names
-        prompt = data.prompt
-        if prompt is None and (data.messages is not None or not set(data.text) <= set(known)):
-            column = prompt_column(known, data.messages)
-            if column is not None:
-                return read_prompts(rows, column)
-            prompt = next((name for name, _ in PROMPTS if name in known), None)
-        if prompt is not None and holds_messages(rows.table, prompt):
-            return read_prompts(rows, prompt)
-        names, key = (data.text, COLUMN_KEYS) if prompt is None else ((prompt,), "data.prompt")
-        (prompts,) = text_columns(rows, names, key)
+        layout = layout_of(rows.table, job.data, answers=False)
+        if layout.chat:
+            return read_prompts(rows, layout.columns[0])
+        key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt"
+        (prompts,) = text_columns(rows, layout.columns[:1], key)
         return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
@@ -232,6 +215,19 @@ class CausalLM(Task):
         from hwopt.tasks.metrics import TokenMetrics
 
         return TokenMetrics(device)
+
+
+def recognised_samples(table: pa.Table, layout: Layout) -> Recognised:
+    """The columns of `layout`, conversations or prompts with completions, for a job."""
+    names, columns = table.column_names, layout.columns
+    what = {"completions": "prompts with completions, as messages", "prompts": "prompts with completions"}
+    kind = "conversations (Alpaca)" if columns == ALPACA else what.get(layout.kind, "conversations")
+    why = f"column{'s' * (len(columns) > 1)} {listing(list(map(repr, columns)))} hold{'s' * (len(columns) < 2)} {kind}"
+    if columns != ALPACA and (lost := [name for name in ("context", "input", "system") if name in names and name not in columns]):
+        why += f"; {listing(list(map(repr, lost)))} beside them is not read: put it into the prompt if it belongs there"
+    keys = {"messages": columns[0]} if layout.kind == "messages" else {"prompt": columns[0], "completion": columns[1]}
+    alone = columns == ALPACA and not layout.unread
+    return Recognised({} if alone else keys, columns, "; ".join(filter(None, (why, layout.note))), 1, chat=layout.chat)
 
 
 def template_of(trained: Trained) -> ChatTemplate:
@@ -257,6 +253,18 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
     arrays, encoded, meta = found.encoding()
     return arrays, encoded, {**meta, "unwritten": unwritten}
+
+
+def other_kinds(parts: Mapping[str, Samples]) -> list[str]:
+    """A line for each part whose samples are of another kind than those of training."""
+    kinds = {part: (len(samples.columns), is_chat(samples)) for part, samples in parts.items()}
+    words = {(1, True): "conversations", (1, False): "texts", (2, False): "prompts with completions"}
+    return [
+        f"{parts[part].places.source} holds {words[kind]}, and the training data {words[kinds['train']]}: their losses do not "
+        f"compare. Name the columns that both have ({COLUMN_KEYS})"
+        for part, kind in kinds.items()
+        if kind != kinds["train"]
+    ]
 
 
 def unwritten_parts(parts: Mapping[str, Samples], prepared: Prepared) -> list[str]:

@@ -34,6 +34,8 @@ class Samples:
     """One per sample; empty if labels are tokens."""
     documents: bool = False
     """Each sample is a whole text file."""
+    note: str = ""
+    """What is said of columns that could be read instead."""
 
     @classmethod
     def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:

@@ -1,19 +1,21 @@
 """Conversations: recognise the formats of chat data, and read their messages.
 
 Four formats are recognised: `messages` of OpenAI ({"role", "content"}), `conversations` of ShareGPT ({"from", "value"}), the
-columns `instruction`, `input` and `output` of Alpaca, and TRL's `prompt` and `completion` with a list of messages each.
+columns `instruction`, `input` and `output` of Alpaca, and TRL's `prompt` and `completion` with a list of messages each. Lists of
+messages and tools may be JSON text, as in csv files.
 hwopt.data.chat_template turns them into tokens.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.column_types import without_nulls
-from hwopt.text import first_line, truncate
+from hwopt.text import first_line, listing, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 ALPACA = ("instruction", "output")
+MESSAGES_TEXT = r"""^\s*\[\s*\{(?:\s*["'](?:role|from|content|value)["']|[^{}]*["'](?:role|from)["'])\s*:"""
+"""How a list of messages begins as JSON text, or as Python prints it."""
 EXTRAS = ("input", "history", "tools", "functions", "system", "chat_template_kwargs")
 """Columns that are read beside those of the conversations."""
 
@@ -84,23 +88,9 @@ class Conversation:
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
-def chat_columns(names: Sequence[str], column: str | None) -> tuple[str, ...]:
-    """Those of the columns `names` that hold conversations; empty if none do. `column`: the one that the job names."""
-    if column is not None:
-        return ALPACA if column == ALPACA[0] and set(ALPACA) <= set(names) else (column,)
-    known = (("messages",), ("conversations",), ALPACA)
-    return next((columns for columns in known if set(columns) <= set(names)), ())
-
-
 def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation | None]:
     """The conversation of each row of the table. Rows that hold none are marked as bad, with None here."""
     return _read(rows, columns, lambda cells: conversation_of(cells, columns))
-
-
-def prompt_column(names: Sequence[str], column: str | None) -> str | None:
-    """The one of the columns `names` from which `read_prompts` reads, or None. `column`: the one that the job names."""
-    known = ("messages", "conversations", "instruction") if column is None else (column,)
-    return next((name for name in known if name in names), column)
 
 
 def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
@@ -134,7 +124,7 @@ def _read(
 
 def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
     """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
-    if column == "instruction":
+    if column == ALPACA[0] and not is_messages(cells[column]):
         messages = alpaca_messages({**cells, "output": "-"}, ALPACA)[:-1]
         return Conversation(messages, switches=switches_of(cells))
     found = listed_messages(cells, column)
@@ -153,9 +143,9 @@ def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
 def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
     """The conversation in the cells of one row. Raises BadConversation."""
     if len(columns) == 2:
-        if isinstance(cells[columns[0]], list):
-            return prompted_messages(cells, columns)
-        return Conversation(alpaca_messages(cells, columns), switches=switches_of(cells))
+        if tuple(columns) == ALPACA and not is_messages(cells[columns[0]]):
+            return Conversation(alpaca_messages(cells, columns), switches=switches_of(cells))
+        return prompted_messages(cells, columns)
     found = listed_messages(cells, columns[0])
     if not any(message["role"] == "assistant" for message in found.messages):
         raise BadConversation("has no message of the assistant")
@@ -166,17 +156,34 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
 
 def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     """The messages and tools in the cells of one row. Raises BadConversation."""
-    value, tools = cells[column], cells.get("tools") or cells.get("functions")
+    value = cells[column]
     value = parsed(value, f"{column!r}") if isinstance(value, str) else value
-    tools = parsed(tools, "'tools'") if isinstance(tools, str) and tools.strip() else tools or None
     if not isinstance(value, list) or not value:
         raise BadConversation(f"{column!r} holds no list of messages: {truncate(value)}")
     messages = [message_of(one, number) for number, one in enumerate(value, 1)]
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
     untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
-    used = [as_function(tool) for tool in tools] if tools else None
-    return Conversation(messages, used, tuple(untrained), switches=switches_of(cells))
+    return Conversation(messages, tools_of(cells), tuple(untrained), switches=switches_of(cells))
+
+
+def is_messages(cell: Any) -> bool:
+    """Whether a cell holds a list, or the text of a list of messages."""
+    return isinstance(cell, list) or (isinstance(cell, str) and re.match(MESSAGES_TEXT, cell) is not None)
+
+
+def tools_of(cells: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools in the cells of one row, each of them an object or its JSON text; None without tools. Raises BadConversation."""
+    tools = cells.get("tools") or cells.get("functions")
+    tools = parsed(tools, "'tools'") if isinstance(tools, str) and tools.strip() else tools or None
+    if not tools:
+        return None
+    found = [
+        parsed(tool, "'tools'") if isinstance(tool, str) else tool for tool in (tools if isinstance(tools, list) else [tools])
+    ]
+    if bad := [tool for tool in found if not isinstance(tool, dict)]:
+        raise BadConversation(f"'tools' holds a tool that is not an object: {truncate(bad[0])}")
+    return [as_function(tool) for tool in found]
 
 
 def switches_of(cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +210,9 @@ def parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
+        if re.match(r"\s*\[?\s*\{\s*'", text):
+            why = "is a list or an object as Python prints it, not JSON. Save the rows as jsonl, or the column with json.dumps"
+            raise BadConversation(f"{what} {why}") from error
         raise BadConversation(f"{what} is not valid JSON: {first_line(error)}") from error
 
 
@@ -213,18 +223,24 @@ def message_of(value: Any, number: int) -> Message:
     message = given(value)
     if "from" in message and "role" not in message:
         speaker = str(message.pop("from"))
-        value = message.pop("value", "")
-        if speaker == CALLS and isinstance(value, str):
-            value, message = "", message | {"tool_calls": parsed(value, f"message {number}")}
-        message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), "content": value, **message}
+        said = {"content": message.pop("value")} if "value" in message else {}
+        if speaker == CALLS and isinstance(text := said.get("content"), str):
+            said = {"content": "", "tool_calls": parsed(text, f"message {number}")}
+        message = {"role": SHAREGPT_ROLES.get(speaker.lower(), speaker), **said, **message}
     if CALLS in message:
         message["tool_calls"] = message.pop(CALLS)
-    if calls := message.pop("tool_calls", None):  # templates take an empty list for calls, and write no content
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = parsed(calls, f"message {number}: tool_calls") if calls.strip() else None
+    if calls:  # templates take an empty list for calls, and write no content
         message["tool_calls"] = [with_arguments(call, number) for call in (calls if isinstance(calls, list) else [calls])]
     role = message["role"] = FORMER_ROLES.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
         raise BadConversation(f"message {number} has the role {truncate(role)}; expected one of {', '.join(ROLES)}")
-    content = message.get("content", "")
+    content = message.get("content", None if "tool_calls" not in message else "")
+    if content is None:
+        keys = listing([repr(key) for key in message if key != "role"]) or "no other key"
+        raise BadConversation(f"message {number} ({role}) has no 'content'; beside its role it has {keys}")
     if isinstance(content, list):  # parts, as in multimodal data
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise BadConversation(f"message {number} has parts that are not text; hwopt trains on text")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hwopt.data.sources.chat import chat_columns
+from hwopt.data.sources.chat import ALPACA, MESSAGES_TEXT
 from hwopt.data.sources.column_types import holds_text, is_list, values_type
 from hwopt.data.sources.image_folder import split_folders
 from hwopt.data.sources.number_format import numbers_of
@@ -49,10 +49,10 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
     usable = [name for name in named_so if is_scalar(table, name) and classes(table, name) >= 2]
     if usable:
         return [next((name for name in usable if not has_many_classes(table, name)), usable[0])]
-    if named and chat_columns(columns, None):
+    if named and ({"messages", "conversations"} & set(columns) or set(ALPACA) <= set(columns)):
         return []
     most = min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
-    prompts = prompt_columns(table) or ()
+    prompts = next((pair for pair in PROMPTS if all(is_text(table, name) for name in pair)), ())
     others = [name for name in columns if name not in prompts and is_scalar(table, name)]
     found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
     return sorted(found, key=lambda name: classes(table, name))
@@ -71,16 +71,6 @@ def text_of(table: pa.Table, label: str | None) -> list[str]:
     return [] if longest is None else [longest]
 
 
-def prompt_columns(table: pa.Table) -> tuple[str, str] | None:
-    """The columns of prompts and completions, texts or lists of messages; None if there are none."""
-    for prompt, completion in PROMPTS:
-        if all(is_text(table, name) for name in (prompt, completion)) or all(
-            holds_messages(table, name) for name in (prompt, completion)
-        ):
-            return prompt, completion
-    return None
-
-
 def type_of(table: pa.Table, name: str) -> pa.DataType:
     """The type of a column; null if there is none of this name, or several."""
     import pyarrow as pa
@@ -89,11 +79,17 @@ def type_of(table: pa.Table, name: str) -> pa.DataType:
 
 
 def holds_messages(table: pa.Table, name: str) -> bool:
-    """Whether the column holds lists of objects."""
+    """Whether the column holds lists of messages, or one of its cells such a list as JSON text."""
     import pyarrow as pa
+    import pyarrow.compute
 
     kind = type_of(table, name)
-    return is_list(kind) and bool(pa.types.is_struct(kind.value_type))
+    if is_list(kind) and pa.types.is_struct(kind.value_type):
+        return bool({"role", "from"} & {field.name for field in kind.value_type})
+    if not holds_text(kind):
+        return False
+    texts = table[name].cast(pa.large_string()) if values_type(kind) != kind else table[name]
+    return bool(pyarrow.compute.any(pyarrow.compute.match_substring_regex(texts, MESSAGES_TEXT)).as_py())
 
 
 def preferences(table: pa.Table) -> str | None:
