@@ -93,6 +93,15 @@ def training_template(tokenizer: Any) -> str | None:
         return None
 
 
+def refused(messages: Sequence[Message], error: Exception) -> BadConversation:
+    """The error for `messages`, all of a conversation or its begin, that a template does not write."""
+    first = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "assistant")
+    if first == "assistant":
+        why = "begins with an answer, which the chat template cannot write: put a question before it, or remove it"
+        return BadConversation(f"{why} ({first_line(error)})")
+    return BadConversation(f"the chat template refuses it: {first_line(error)}")
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of a tokenizer."""
@@ -237,7 +246,7 @@ class ChatTemplate:
                 **self.tokenizer.special_tokens_map | words,
             )
         except Exception as error:  # jinja, and `raise_exception` of templates
-            raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error
+            raise refused(messages, error) from error
         (text,), (spans,) = rendered
         return text, connected(spans)
 
@@ -278,4 +287,4 @@ class ChatTemplate:
             options = {**words, "tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # jinja, and `raise_exception` of templates
-            raise BadConversation(f"the chat template refuses it: {first_line(error)}") from error
+            raise refused(messages, error) from error

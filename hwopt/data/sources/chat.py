@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 ALPACA = ("instruction", "output")
-MESSAGES_TEXT = r"""^\s*\[\s*\{(?:\s*["'](?:role|from|content|value)["']|[^{}]*["'](?:role|from)["'])\s*:"""
-"""How a list of messages begins as JSON text, or as Python prints it."""
+MESSAGES_TEXT = r"""^\s*\[?\s*\{(?:\s*["'](?:role|from|content|value)["']|[^{}]*["'](?:role|from)["'])\s*:"""
+"""How a message or a list of messages begins as JSON text, or as Python prints it."""
 EXTRAS = ("input", "history", "tools", "functions", "system", "chat_template_kwargs")
 """Columns that are read beside those of the conversations."""
 
@@ -158,6 +158,7 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     """The messages and tools in the cells of one row. Raises BadConversation."""
     value = cells[column]
     value = parsed(value, f"{column!r}") if isinstance(value, str) else value
+    value = [value] if isinstance(value, dict) and {"role", "from"} & set(value) else value
     if not isinstance(value, list) or not value:
         raise BadConversation(f"{column!r} holds no list of messages: {truncate(value)}")
     messages = [message_of(one, number) for number, one in enumerate(value, 1)]
@@ -168,8 +169,8 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
 
 
 def is_messages(cell: Any) -> bool:
-    """Whether a cell holds a list, or the text of a list of messages."""
-    return isinstance(cell, list) or (isinstance(cell, str) and re.match(MESSAGES_TEXT, cell) is not None)
+    """Whether a cell holds messages, or their text."""
+    return isinstance(cell, list | dict) or (isinstance(cell, str) and re.match(MESSAGES_TEXT, cell) is not None)
 
 
 def tools_of(cells: Mapping[str, Any]) -> list[dict[str, Any]] | None:

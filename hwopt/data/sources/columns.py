@@ -79,13 +79,14 @@ def type_of(table: pa.Table, name: str) -> pa.DataType:
 
 
 def holds_messages(table: pa.Table, name: str) -> bool:
-    """Whether the column holds lists of messages, or one of its cells such a list as JSON text."""
+    """Whether the column holds messages, alone or in lists, or one of its cells such messages as JSON text."""
     import pyarrow as pa
     import pyarrow.compute
 
     kind = type_of(table, name)
-    if is_list(kind) and pa.types.is_struct(kind.value_type):
-        return bool({"role", "from"} & {field.name for field in kind.value_type})
+    message = kind.value_type if is_list(kind) else kind
+    if pa.types.is_struct(message):
+        return bool({"role", "from"} & {field.name for field in message})
     if not holds_text(kind):
         return False
     texts = table[name].cast(pa.large_string()) if values_type(kind) != kind else table[name]

@@ -108,6 +108,22 @@ def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokeni
         trained_text(tokenizer, [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}, *MESSAGES])
 
 
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(("name", "before"), [("gemma3", []), ("gemma3", [SYSTEM]), ("gemma4", []), ("llama3_1", [])])
+def test_conversation_that_begins_with_an_answer_says_so_if_the_template_refuses_it(
+    name: str, before: list[dict[str, Any]], tokenizer: Any
+) -> None:
+    """Templates say that roles must alternate, or that a conversation is empty."""
+    tokenizer.chat_template = TEMPLATES[name]
+    with pytest.raises(BadConversation, match=r"begins with an answer, which the chat template cannot write: put a question"):
+        trained_text(tokenizer, [*before, *MESSAGES[1:]])
+    assert trained_text(tokenizer, [*before, *MESSAGES]).startswith("Hi.")
+    tokenizer.chat_template = CHATML
+    assert trained_text(tokenizer, MESSAGES[1:]).startswith("Hi.")
+
+
 @pytest.mark.parametrize(
     ("cells", "columns"),
     [

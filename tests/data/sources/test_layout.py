@@ -198,3 +198,14 @@ def test_tool_calls_that_are_json_text_are_calls(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [CHAT[0], answer]}] * 4)
     with pytest.raises(DataError, match="the chat template does not write the tool calls"):
         prepared(source, tmp_path)
+
+
+@pytest.mark.parametrize("names", [("conversations", "chosen", "rejected"), ("messages", "chosen", "rejected", "text")])
+def test_answers_to_choose_from_are_refused_before_the_conversation_is_read(names: tuple[str, ...], tmp_path: Path) -> None:
+    """LLaMA-Factory's files: the conversation ends with a question, and each answer is one message."""
+    good, bad = ({"from": "gpt", "value": value} for value in ("yes", "no"))
+    cells = {**ROW, "conversations": SHAREGPT[:1], "messages": CHAT[:1], "chosen": good, "rejected": bad}
+    source = write_jsonl(tmp_path / "a.jsonl", [{name: cells[name] for name in names}] * 4)
+    with pytest.raises(DataError, match=r"a\.jsonl: columns 'chosen' and 'rejected' hold preferences"):
+        prepared(source, tmp_path)
+    assert trained_text(prepared(source, tmp_path, prompt=names[0], completion="chosen")).strip() == "yes<|im_end|>"
