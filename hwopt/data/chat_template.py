@@ -7,16 +7,16 @@ TRL knows the tokenizer's. In other templates an answer is the text from the end
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from hwopt.data.answer_checks import check_answer, check_parts, is_closed, rewritten, spoken
-from hwopt.data.sources.chat import BadConversation, Conversation, Message
+from hwopt.data.sources.chat import BadConversation, Conversation, Message, with_json_arguments
 from hwopt.data.spans import common_length, connected, without
-from hwopt.data.unwritten import THOUGHT_KEYS, left_out
+from hwopt.data.unwritten import CALLS, THOUGHT_KEYS, left_out
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import first_line
@@ -24,6 +24,8 @@ from hwopt.text import first_line
 Turns = Literal["all", "last"]
 Words = Mapping[str, Any]
 """What a template reads beside the messages: "tools", and switches such as "enable_thinking"."""
+Written = tuple[str, list[tuple[int, int]]]
+"""(text of messages, spans of the answers in it as far as markers say them)."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_TEMPLATE_BYTES = 1_000_000
 
@@ -93,6 +95,28 @@ def training_template(tokenizer: Any) -> str | None:
         return None
 
 
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
+
+
+def takes_json(write: Callable[[list[Message], Words], Written]) -> bool:
+    """Whether the template with which `write` writes joins the arguments of a tool call to a text, as DeepSeek's.
+
+    It needs their JSON text then. Of an object, jinja makes an error, or the template writes what Python prints.
+    """
+    described = {"name": "qzx", "description": "-", "parameters": {"type": "object", "properties": {}}}
+    words = {"tools": [{"type": "function", "function": described}]}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+    def fits(answer: Message) -> bool:
+        try:
+            text = write([SHORT[0], answer], words)[0]
+        except Exception:  # jinja, and `raise_exception` of templates
+            return False
+        return "qzz" in text and "'qzy'" not in text and '\\"' not in text
+
+    return not fits(answer) and fits(with_json_arguments(answer))
+
+
 def refused(messages: Sequence[Message], error: Exception) -> BadConversation:
     """The error for `messages`, all of a conversation or its begin, that a template does not write."""
     first = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "assistant")
@@ -109,6 +133,8 @@ class ChatTemplate:
     tokenizer: Any
     turns: Turns
     """Which turns of the assistant are trained on."""
+    json_calls: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
+    """Template that had tool calls to write -> whether it takes their arguments as JSON text."""
 
     @cached_property
     def replaced(self) -> str | None:
@@ -155,6 +181,9 @@ class ChatTemplate:
 
         Raises BadConversation if the template refuses the conversation, lacks an answer or its end, or rewrites earlier turns.
         """
+        called = any(conversation.messages[number].get("tool_calls") for number in conversation.answers)
+        if called and CALLS in self.left_out(conversation):
+            raise BadConversation("the chat template does not write the tool calls of an answer")
         if conversation.prompt and self.turns == "all":
             return self.completed(conversation)
         text, spans = self.render(conversation)
@@ -238,17 +267,15 @@ class ChatTemplate:
         """By the template's markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools")),
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map | words,
-            )
-        except Exception as error:  # jinja, and `raise_exception` of templates
-            raise refused(messages, error) from error
-        (text,), (spans,) = rendered
-        return text, connected(spans)
+        template = self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools"))
+
+        def write(messages: list[Message], words: Words) -> Written:
+            options = {**self.tokenizer.special_tokens_map, **words, "return_assistant_tokens_mask": True}
+            rendered: Any = render_jinja_template([messages], chat_template=template, **options)
+            (text,), (spans,) = rendered
+            return text, connected(spans)
+
+        return self.written(template, write, messages, words)
 
     def grown(self, messages: list[Message], words: Words, answers: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         """By the text between the generation prompt of each answer and the end of its turn.
@@ -283,8 +310,24 @@ class ChatTemplate:
 
     def text(self, messages: list[Message], words: Words, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""
+        template = words.get("chat_template") or self.tokenizer.get_chat_template(tools=words.get("tools"))
+
+        def write(messages: list[Message], words: Words) -> Written:
+            options = {**words, "chat_template": template, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            return str(self.tokenizer.apply_chat_template(messages, **options)), []
+
+        return self.written(template, write, messages, words)[0]
+
+    def written(
+        self, template: str, write: Callable[[list[Message], Words], Written], messages: list[Message], words: Words
+    ) -> Written:
+        """What `write` makes of `messages`, with arguments of calls as `template` takes them. Raises BadConversation."""
+        if any(message.get("tool_calls") for message in messages):
+            if template not in self.json_calls:
+                self.json_calls[template] = takes_json(write)
+            if self.json_calls[template]:
+                messages = [with_json_arguments(message) if message.get("tool_calls") else message for message in messages]
         try:
-            options = {**words, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-            return str(self.tokenizer.apply_chat_template(messages, **options))
+            return write(messages, words)
         except Exception as error:  # jinja, and `raise_exception` of templates
             raise refused(messages, error) from error

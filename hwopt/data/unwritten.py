@@ -1,4 +1,4 @@
-"""Find what a chat template leaves out of a conversation: messages of a role, tools, thoughts, content beside a tool call.
+"""Find what a chat template leaves out of a conversation: messages of a role, tools, calls, thoughts, content beside a call.
 
 The model never sees such parts, and the loss still looks healthy. Each part gets a mark, and the conversation is rendered once
 more: a part whose mark does not appear is left out. Questions and answers have none.
@@ -16,6 +16,8 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with the thoughts before its content, in the order in which transformers takes them."""
 THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
 BESIDE_CALLS = "content beside tool calls"
+CALLS = "tool calls"
+"""Conversations whose answers lack these are refused. The name of a function alone does not tell: "f" is in <end_of_turn>."""
 
 
 def left_out(
@@ -58,6 +60,10 @@ def parts(
             continue
         if number not in answers:
             continue
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if isinstance(name := function.get("name"), str):
+                yield CALLS, function, "name", name
         for key in THOUGHT_KEYS:
             if isinstance(thought := message.get(key), str) and thought.strip():
                 yield key, message, key, thought.strip()

@@ -17,7 +17,7 @@ from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
 
 from hwopt.data.chat_template import GENERATION, ChatTemplate
-from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of
+from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of, with_json_arguments
 
 KINDS = ("plain", "tools", "thinking", "several calls", "empty answer")
 TOOLS = [
@@ -137,6 +137,8 @@ def completed_by_trl(template: str, kind: str) -> tuple[list[int], list[bool]] |
     from trl.data_utils import common_prefix_length
 
     (prompt, completion), tools = COMPLETIONS[kind], TOOLS if "tool" in kind else None
+    if template == TEMPLATES["deepseekv3"]:  # joins arguments to a text, and refuses an object
+        completion = [with_json_arguments(message) if "tool_calls" in message else message for message in completion]
     own, options = tokenizer(), {"tools": tools, "chat_template": template, "return_dict": True}
     try:
         asked = own.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]

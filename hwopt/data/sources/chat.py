@@ -59,6 +59,17 @@ class BadConversation(Exception):
     """A conversation that cannot be used. The message says why, without the place."""
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call that the file has as JSON text."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies keep the text
+        return Arguments, (dict(self), self.text)
+
+
 @dataclass(frozen=True)
 class Conversation:
     messages: list[Message]
@@ -84,7 +95,9 @@ class Conversation:
     @property
     def key(self) -> str:
         """A text that is equal for equal conversations."""
-        parts = [self.messages, self.tools, *filter(None, (self.untrained, self.prompt, self.switches))]
+        calls = [call.get("function", call) for message in self.messages for call in message.get("tool_calls") or ()]
+        texts = [text for call in calls if (text := getattr(call.get("arguments"), "text", None))]
+        parts = [self.messages, self.tools, *filter(None, (self.untrained, self.prompt, self.switches, texts))]
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
@@ -271,8 +284,21 @@ def with_arguments(call: Any, number: int) -> Any:
     inner = given(inner) if isinstance(inner, dict) else inner
     if isinstance(inner, dict) and isinstance(text := inner.get("arguments"), str):
         arguments = parsed(text, f"message {number}: arguments") if text.strip() else {}
-        inner = {**inner, "arguments": arguments if isinstance(arguments, dict) else text}
+        inner = {**inner, "arguments": Arguments(arguments, text) if isinstance(arguments, dict) else text}
     return {**call, "function": inner} if "function" in call else inner
+
+
+def with_json_arguments(message: Message) -> Message:
+    """`message` with the arguments of its tool calls as JSON text: that of the file, if it has one."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": changed(call["function"])}
+        arguments = call.get("arguments")
+        text = arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": text} if isinstance(arguments, dict) else call
+
+    return {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
 
 
 def given(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,41 @@ def test_switches_of_the_template_come_from_the_data(switches: Any, tokenizer: A
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
+CALLING = """{%- for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}(ARGUMENTS){% endfor %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "joined", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}", "{{ call.function.arguments }}"]
+)
+@pytest.mark.parametrize("text", [None, '{"a":1,  "b":null}'])
+def test_arguments_are_written_in_the_form_that_the_template_takes(joined: str, text: str | None, tokenizer: Any) -> None:
+    """Of an object that is joined to a text, jinja makes an error, or what Python prints."""
+    tokenizer.chat_template = CALLING.replace("ARGUMENTS", joined)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": text or {"a": 1, "b": None}}}]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    chat = conversation_of({"messages": [MESSAGES[0], answer]}, ("messages",))
+    tokens, mask = ChatTemplate(tokenizer, "all").encode(chat)
+    arguments = '{"a": 1, "b": null}' if text is None or "tojson" in joined else text
+    assert tokenizer.decode([token for token, answer in zip(tokens, mask, strict=True) if answer]) == f"f({arguments})<|end|>"
+    plain = {**calls[0], "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    other = conversation_of({"messages": [MESSAGES[0], {**answer, "tool_calls": [plain]}]}, ("messages",))
+    assert (chat.key == other.key) == (text is None), "cached tokens depend on the text of the file"
+
+
+@pytest.mark.parametrize("template", ["gemma3", "deepseek_r1_distill"])
+def test_name_of_a_function_that_is_part_of_the_template_does_not_hide_that_its_call_is_missing(
+    template: str, tokenizer: Any
+) -> None:
+    """`f` is in <end_of_turn>, and gemma writes no calls, nor does DeepSeek-R1."""
+    tokenizer.chat_template = TEMPLATES[template]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages = [MESSAGES[0], {"role": "assistant", "content": "Let me see.", "tool_calls": calls}]
+    with pytest.raises(BadConversation, match="does not write the tool calls of an answer"):
+        trained_text(tokenizer, messages)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
