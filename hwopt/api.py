@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hwopt.config.task_kinds import task_kinds
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.hardware.detect import detect
+from hwopt.inference.answer import Answerer
 from hwopt.inference.evaluate import EvaluationReport
 from hwopt.inference.evaluate import evaluate as evaluate_run
 from hwopt.inference.predict import PredictionReport
@@ -198,10 +199,22 @@ def predict(
     return predict_rows(Path(run), source, Path(output), cache or cache_folder(), options)
 
 
+def answerer(
+    run: Path | str,
+    *,
+    assignments: Sequence[str] = (),
+    generation: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
+) -> Answerer:
+    """The causal language model of a run folder, to answer texts turn by turn. Arguments as for `predict`. Raises InputError."""
+    return Answerer(Path(run), cache or cache_folder(), assignments, Generation(**generation or {}))
+
+
 __all__ = [
     "Inputs",
     "PlanListener",
     "Target",
+    "answerer",
     "cache_folder",
     "evaluate",
     "execute",

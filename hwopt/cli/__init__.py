@@ -29,7 +29,7 @@ COMMANDS = {
     "plan": "Show what `run` would do, also for a card that is not installed; a training sample.",
     "tune": "Measure settings of a profile in short trials, and write a profile with the fastest.",
     "evaluate": "Evaluate the model of a run on a file.",
-    "predict": "Predict the rows of a file with the model of a run.",
+    "predict": "Predict the rows of a file with the model of a run, or answer in the terminal.",
     "report": "Write an HTML file about a run, or several runs; with --watch, follow a run.",
     "bench": "Measure what a profile gains, plugin by plugin.",
     "compare": "Runs or profiles side by side: time, memory, quality, what differs.",

@@ -18,7 +18,7 @@ from hwopt.cli.options import (
 
 
 @click.command(help="Evaluate the model in RUN/final on FILE: all metrics, and for classification those of each class.")
-@inference_options
+@inference_options()
 @format_option
 def evaluate(format_: str, **asked: Any) -> None:
     quiet_libraries()

@@ -126,14 +126,19 @@ def lister(text: str, listed: Callable[[str], None]) -> click.Group:
     return group
 
 
-def inference_options(command: Command) -> Command:
+def inference_options(file_needed: bool = True) -> Callable[[Command], Command]:
     """RUN, FILE, --set, --batch-size and --trust-remote-code of commands that use a trained model."""
-    text = "Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252"
-    command = set_option(text)(trust_option(command))
-    text = "Rows of a batch; default: those of the run's evaluation."
-    command = click.option("--batch-size", type=click.IntRange(min=1), help=text)(command)
-    command = click.argument("source", metavar="FILE")(command)
-    return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
+
+    def added(command: Command) -> Command:
+        text = "Override how the job reads FILE, such as data.text=COLUMN or data.encoding=cp1252"
+        command = set_option(text)(trust_option(command))
+        text = "Rows of a batch; default: those of the run's evaluation."
+        command = click.option("--batch-size", type=click.IntRange(min=1), help=text)(command)
+        metavar = "FILE" if file_needed else "[FILE]"
+        command = click.argument("source", metavar=metavar, required=file_needed)(command)
+        return click.argument("run", metavar="RUN", type=click.Path(path_type=Path))(command)
+
+    return added
 
 
 def say(text: str, err: bool = False) -> None:

@@ -1,8 +1,9 @@
-"""`hwopt predict`: the rows of a file with the predictions of a run's model."""
+"""`hwopt predict`: the rows of a file with the predictions of a run's model, or its answers in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say, warn
+from hwopt.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,9 +22,12 @@ SAMPLING = ("temperature", "top_p", "seed")
 """Options that need --do-sample."""
 
 
-@click.command(help="Write the rows of FILE with the predictions of the model in RUN/final to a csv, jsonl or parquet file.")
-@inference_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The csv, jsonl or parquet file to write.")
+@click.command(
+    help="Write the rows of FILE with the predictions of the model in RUN/final to a csv, jsonl or parquet file. Without FILE, "
+    "answer in the terminal: a causal language model continues each line, or converses if it was trained on conversations."
+)
+@inference_options(file_needed=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The csv, jsonl or parquet file to write; needed for FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Generated text: tokens to generate at most.  [default: 128]")
 @click.option("--do-sample", is_flag=True, help="Generated text: draw tokens at random instead of taking the most probable ones.")
@@ -35,6 +40,18 @@ def predict(do_sample: bool, **asked: Any) -> None:
         raise click.UsageError(f"--{early[0].replace('_', '-')} needs --do-sample.")
     if do_sample:
         options["do_sample"] = True
+    if asked["source"] is None:
+        if given := [name for name in ("output", "overwrite", "batch_size") if asked[name]]:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} needs FILE: hwopt predict RUN FILE -o OUTPUT.")
+        converse(asked["run"], asked["assignments"], options)
+    elif asked["output"] is None:
+        raise click.UsageError("Missing option '-o' / '--output', the csv, jsonl or parquet file to write.")
+    else:
+        predict_file(asked, options)
+
+
+def predict_file(asked: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    """Write the predictions of a file, and say what was left out."""
     quiet_libraries()
     announce_loading()
     from hwopt import api
@@ -42,7 +59,7 @@ def predict(do_sample: bool, **asked: Any) -> None:
 
     quiet_transformers()
     with counting(Terminal(stderr=True)) as progress:
-        report = api.predict(**asked, generation=options or None, warn=warn, progress=progress)
+        report = api.predict(**asked, generation=generation or None, warn=warn, progress=progress)
     for note in report.notes:
         say(f"note: {note}")
     for what, reasons in (("no prediction", report.without_prediction), ("not in the output", report.unreadable)):
@@ -52,6 +69,48 @@ def predict(do_sample: bool, **asked: Any) -> None:
             say(f"{what}: … and {len(reasons) - SHOWN:,} more rows")
     left_out = f", {len(report.unreadable):,} rows left out" if report.unreadable else ""
     say(f"{report.output}: {report.rows:,} rows, {report.predicted:,} with {', '.join(report.columns)}{left_out}")
+
+
+def converse(run: Path, assignments: Sequence[str], generation: Mapping[str, Any]) -> None:
+    """Answer the lines of the standard input until its end. Only the answers are written to the standard output."""
+    quiet_libraries()
+    announce_loading()
+    from hwopt import api
+    from hwopt.errors import DataError, DoesNotFitError
+
+    quiet_transformers()
+    answerer = api.answerer(run, assignments=assignments, generation=generation)
+    for note in answerer.loaded.notes:
+        say(f"note: {note}", err=True)
+    what = "Ask; an empty line begins a new conversation" if answerer.chat else "Type the begin of a text"
+    if sys.stdin.isatty():
+        say(f"{what}. Ctrl-D ends.", err=True)
+    for line in lines_typed():
+        if not line.strip():
+            answerer.forget()
+            continue
+        try:
+            ended = answerer.answer(line, lambda part: click.echo(printable(part), nl=False))
+        except (DataError, DoesNotFitError) as error:
+            say(f"no answer: {error}. {'An empty line begins a new conversation' if answerer.chat else 'Type less'}", err=True)
+            continue
+        click.echo()
+        if not ended:
+            most = answerer.generator.max_new_tokens
+            say(f"the answer is cut at {most:,} tokens (--max-new-tokens), or at the model's limit", err=True)
+
+
+def lines_typed() -> Iterator[str]:
+    """The lines of the standard input, with a prompt if it is a terminal."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo()
+            return
 
 
 @contextmanager

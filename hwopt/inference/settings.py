@@ -31,6 +31,8 @@ class InferenceSettings:
     batch: BatchSizes = field(default_factory=lambda: BatchSizes.of({}))
     labels: tuple[str, ...] | None = None
     """The name of each label number; None if labels are tokens."""
+    chat: bool = False
+    """The training samples are conversations."""
 
 
 def settings_of(run: Run) -> InferenceSettings:
@@ -44,6 +46,7 @@ def settings_of(run: Run) -> InferenceSettings:
         attention=getattr(getattr(run.inner_model, "config", None), "_attn_implementation", None),
         batch=run.batch,
         labels=run.prepared.label_names,
+        chat=run.prepared.chat_tokens.chat,
     )
 
 

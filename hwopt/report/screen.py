@@ -130,7 +130,8 @@ class Screen(Listener):
         self.show_warnings(run)
         say(self.console, "model", f"{run.folder / 'final'}, {weights_text(summary)} (open it with from_pretrained)")
         if hasattr(run.skeleton, "save_pretrained"):  # another model is built in Python
-            say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))} FILE -o predictions.csv")
+            rest = "" if run.prepared.chat_tokens.chat else " FILE -o predictions.csv"
+            say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))}{rest}")
 
     def show_warnings(self, run: Run) -> None:
         """Print which data is not used."""

@@ -130,7 +130,7 @@ class CausalLM(Task):
         set_template(tokenizer, job.data.chat_template)
         new = add_chatml_tokens(tokenizer) if job.data.chat_template == "chatml" else ()
         end = ChatTemplate(tokenizer, job.data.assistant_turns).end_token()
-        return ChatTokens(new, () if end is None else (end,))
+        return ChatTokens(new, () if end is None else (end,), chat=True)
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         """Texts: a row and the end-of-text token. Blocks: documents, joined by the end-of-text token and cut.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,15 +205,15 @@ class Seq2SeqGenerator(TextPredictor):
         self.config = generation_config(model, trained.tokenizer, generation)
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        return self.written(inputs, first=0, taken=1)
+        return [(self.decoded(row),) for row in self.generated(inputs, first=0, taken=1)]
 
-    def written(self, inputs: dict[str, torch.Tensor], first: int, taken: int) -> list[tuple[str]]:
-        """The generated text of each row, from token `first` on; `taken`: positions of the model that are not free."""
+    def generated(self, inputs: dict[str, torch.Tensor], first: int, taken: int, streamer: Any = None) -> list[list[int]]:
+        """The tokens of each row from number `first` on; `taken`: positions of the model that are not free."""
         config = copy.deepcopy(self.config)
         if self.max_positions is not None:
             config.max_new_tokens = min(self.max_new_tokens, self.max_positions - taken)
-        tokens = self.model.generate(**inputs, generation_config=config)[:, first:]
-        return [(self.decoded(row),) for row in tokens.tolist()]
+        tokens: list[list[int]] = self.model.generate(**inputs, generation_config=config, streamer=streamer)[:, first:].tolist()
+        return tokens
 
     def decoded(self, tokens: list[int]) -> str:
         """The text of generated tokens, without special ones."""
@@ -237,11 +237,25 @@ class TextGenerator(Seq2SeqGenerator):
 
     def decoded(self, tokens: list[int]) -> str:
         """Also without the headers of the chat template: a blank line is between thoughts and answer then."""
+        return "\n\n".join(self.parts(tokens))
+
+    def parts(self, tokens: list[int], complete: bool = True) -> list[str]:
+        """The text of generated tokens between the headers of the chat template: the thoughts and the answer.
+
+        Without `complete`, more tokens follow, and what may become a header or another letter is left out.
+        """
         if not self.headers:
-            return super().decoded(tokens)
-        parts = re.split("|".join(map(re.escape, self.headers)), str(self.tokenizer.decode(tokens)))
+            text = super().decoded(tokens)
+            return [text if complete else text.rstrip("\ufffd")]
+        text, headers = str(self.tokenizer.decode(tokens)), "|".join(map(re.escape, self.headers))
+        if not complete:
+            begins = {header[:length] for header in self.headers for length in range(1, len(header))}
+            found = [match.span() for match in re.finditer(headers, text)]
+            places = (at for at in range(len(text)) if text[at:] in begins and not any(a < at < b for a, b in found))
+            text = text[: next(places, None)].rstrip("\ufffd")
         special = "|".join(map(re.escape, special_texts(self.tokenizer)))
-        return "\n\n".join(filter(None, (re.sub(special, "", part) for part in parts)))
+        parts = (re.sub(special, "", part) for part in re.split(headers, text))
+        return [part for part in parts if part]
 
     def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
         """The tokens of each prompt or conversation, as in training. They are not truncated."""
@@ -270,7 +284,44 @@ class TextGenerator(Seq2SeqGenerator):
 
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         width = inputs["input_ids"].shape[1]
-        return self.written(inputs, first=width, taken=width)
+        return [(self.decoded(row),) for row in self.generated(inputs, first=width, taken=width)]
+
+    def stream(self, inputs: dict[str, torch.Tensor], write: Callable[[str], None]) -> tuple[str, bool]:
+        """(the answer without its thoughts, whether the model ended it) of one row; `write` gets all of its text in parts."""
+        width = inputs["input_ids"].shape[1]
+        streamer = Streamer(self, write)
+        (tokens,) = self.generated(inputs, first=width, taken=width, streamer=streamer)
+        streamer.show(complete=True)
+        parts = self.parts(tokens)
+        return parts[-1] if parts else "", tokens[-1] in (self.config.eos_token_id or ())
+
+
+class Streamer:
+    """Passes on the text of tokens while they are generated, as transformers' streamers do."""
+
+    def __init__(self, generator: TextGenerator, write: Callable[[str], None]) -> None:
+        self.generator, self.write = generator, write
+        self.tokens: list[int] = []
+        self.shown: str | None = None
+        """What was passed on; None before the prompt, which comes first."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then each token."""
+        if self.shown is None:
+            self.shown = ""
+            return
+        self.tokens += value.flatten().tolist()
+        self.show()
+
+    def end(self) -> None:
+        """transformers calls this after the last token."""
+
+    def show(self, complete: bool = False) -> None:
+        """Pass on what is new."""
+        text, shown = "\n\n".join(self.generator.parts(self.tokens, complete)), self.shown or ""
+        if text.startswith(shown) and text != shown:
+            self.write(text[len(shown) :])
+            self.shown = text
 
 
 def generation_config(model: Any, tokenizer: Any, generation: Generation) -> Any:

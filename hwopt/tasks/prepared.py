@@ -71,6 +71,8 @@ class ChatTokens(NamedTuple):
     """Added to the tokenizer: the model gets an embedding for each, which is trained under an adapter too."""
     ends: tuple[int, ...] = ()
     """End a generated text, beside those of the model's generation_config."""
+    chat: bool = False
+    """The samples are conversations."""
 
 
 @dataclass(frozen=True)

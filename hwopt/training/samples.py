@@ -49,11 +49,11 @@ class GeneratedSamples:
                     file.write(json.dumps({"step": self.run.step, "prompt": prompt, "text": text}) + "\n")
 
     def generate(self, prompt: str) -> str:
-        """What `hwopt predict` writes after `prompt`: an ordinary text, or a question if the tokenizer has a chat template."""
+        """What `hwopt predict` writes after `prompt`: a question if the training samples are conversations, else a text."""
         run, tokenizer = self.run, self.run.prepared.tokenizer
         trained = Trained(run.plan.job, run.inner_model.config, tokenizer, (), run.plan.model.max_positions)
         generator = TextGenerator(trained, run.inner_model, Generation(NEW_TOKENS))
-        asked = Conversation([{"role": "user", "content": prompt}]) if tokenizer.chat_template else prompt
+        asked = Conversation([{"role": "user", "content": prompt}]) if run.prepared.chat_tokens.chat else prompt
         (encoded,) = generator.encode([asked])
         if isinstance(encoded, str):
             raise ValueError(encoded)

@@ -19,7 +19,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.chat_template import ChatTemplate
 from hwopt.data.sources.chat import conversation_of
-from hwopt.tasks.predictors import TextGenerator
+from hwopt.tasks.predictors import Streamer, TextGenerator
 from hwopt.testing import plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]
@@ -97,6 +97,11 @@ def test_answer_stops_at_its_end(name: str, eos: str | None, tmp_path: Path) -> 
     assert pipeline("text-generation", model=str(final))(QUESTION, **options)[0]["generated_text"][-1]["content"] == text
     api.predict(tmp_path / "run", str(question), tmp_path / "out.jsonl", generation={"max_new_tokens": len(answer) + MORE})
     assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"].strip() == "it is"
+    in_terminal = api.answerer(tmp_path / "run", generation={"max_new_tokens": len(answer) + MORE})
+    parts: list[str] = []
+    assert in_terminal.answer("what", parts.append), "the model ended the answer"
+    assert "".join(parts).strip() == "it is"
+    assert len(parts) > 1
 
 
 def test_headers_of_gpt_oss_are_not_in_the_predicted_text() -> None:
@@ -113,7 +118,28 @@ def test_headers_of_gpt_oss_are_not_in_the_predicted_text() -> None:
         "final": "final",
         " to=functions.add<|channel|>commentary json<|message|>{}<|call|>": " to=functions.addcommentary json{}",
     }.items():
-        assert generator.decoded(tokenizer(written, add_special_tokens=False)["input_ids"]) == text
+        tokens = tokenizer(written, add_special_tokens=False)["input_ids"]
+        assert generator.decoded(tokens) == text
+        assert streamed(generator, tokens) == text
+
+
+def streamed(generator: TextGenerator, tokens: list[int]) -> str:
+    """What a terminal shows of tokens that come one by one: nothing that has to be taken back."""
+    parts: list[str] = []
+    streamer = Streamer(generator, parts.append)
+    for token in ([], *([token] for token in tokens)):
+        streamer.put(torch.tensor(token))
+    streamer.show(complete=True)
+    return "".join(parts)
+
+
+def test_letter_of_several_tokens_is_shown_when_it_is_complete() -> None:
+    generator = object.__new__(TextGenerator)
+    generator.tokenizer, generator.headers = byte_tokenizer("<|end|>"), []
+    for text in ("Größe €", "wörter<|end|>"):
+        tokens = generator.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert streamed(generator, tokens) == text.removesuffix("<|end|>")
+    assert streamed(generator, generator.tokenizer("ö", add_special_tokens=False)["input_ids"][:1]) == "\ufffd"
 
 
 def test_marks_that_are_no_special_tokens_stay_in_the_text() -> None:
