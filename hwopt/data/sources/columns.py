@@ -89,7 +89,7 @@ def holds_messages(table: pa.Table, name: str) -> bool:
         return bool({"role", "from"} & {field.name for field in message})
     if not holds_text(kind):
         return False
-    texts = table[name].cast(pa.large_string()) if values_type(kind) != kind else table[name]
+    texts = table[name] if kind in (pa.string(), pa.large_string()) else table[name].cast(pa.large_string())
     return bool(pyarrow.compute.any(pyarrow.compute.match_substring_regex(texts, MESSAGES_TEXT)).as_py())
 
 
