@@ -14,6 +14,8 @@ from hwopt.data.sources.chat import BadConversation, Message
 
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with the thoughts before its content, in the order in which transformers takes them."""
+KNOWN_KEYS = ("role", "content", "name", "id", "tool_call_id", *THOUGHT_KEYS)
+"""Keys of a message that are parts of their own, or that many templates leave out because they do not need them."""
 THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
 BESIDE_CALLS = "content beside tool calls"
 CALLS = "tool calls"
@@ -54,6 +56,9 @@ def parts(
             yield "tools", function, "name", name
     for number, message in enumerate(messages):
         content = message["content"].strip()
+        for key, text in message.items():
+            if key not in KNOWN_KEYS and isinstance(text, str) and text.strip():
+                yield f"{key!r} in messages", message, key, text.strip()
         if message["role"] != "assistant":
             if content and message["role"] != "user":
                 yield f"{message['role']} messages", message, "content", content

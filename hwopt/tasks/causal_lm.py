@@ -14,7 +14,7 @@ from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import ALPACA, BadConversation, Conversation, read_conversations, read_prompts
 from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
-from hwopt.data.sources.layout import Layout, layout_of, recognised
+from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
@@ -87,7 +87,7 @@ class CausalLM(Task):
             found = [Layout("messages", (name,)) for name in names if holds_messages(table, name)]
         if found:
             first, others = found[0], tuple(found[1:])
-            return recognised_samples(table, replace(first, unread=others))
+            return recognised_samples(with_beside(replace(first, unread=others), names))
         if texts := text_of(table, None):
             why = f"column {texts[0]!r} holds text, and no column looks like a label"
             if table.num_rows > 1 and mean_length(table, texts[0]) < LONG_TEXT:
@@ -217,14 +217,12 @@ class CausalLM(Task):
         return TokenMetrics(device)
 
 
-def recognised_samples(table: pa.Table, layout: Layout) -> Recognised:
+def recognised_samples(layout: Layout) -> Recognised:
     """The columns of `layout`, conversations or prompts with completions, for a job."""
-    names, columns = table.column_names, layout.columns
+    columns = layout.columns
     what = {"completions": "prompts with completions, as messages", "prompts": "prompts with completions"}
     kind = "conversations (Alpaca)" if columns == ALPACA else what.get(layout.kind, "conversations")
     why = f"column{'s' * (len(columns) > 1)} {listing(list(map(repr, columns)))} hold{'s' * (len(columns) < 2)} {kind}"
-    if columns != ALPACA and (lost := [name for name in ("context", "input", "system") if name in names and name not in columns]):
-        why += f"; {listing(list(map(repr, lost)))} beside them is not read: put it into the prompt if it belongs there"
     keys = {"messages": columns[0]} if layout.kind == "messages" else {"prompt": columns[0], "completion": columns[1]}
     alone = columns == ALPACA and not layout.unread
     return Recognised({} if alone else keys, columns, "; ".join(filter(None, (why, layout.note))), 1, chat=layout.chat)

@@ -22,7 +22,7 @@ from hwopt.tasks.prepared import Prepared, Samples, Trained
 if TYPE_CHECKING:
     from hwopt.data.stores.store import Store
 
-FORMAT = 10
+FORMAT = 11
 """Format of the token stores; a new number invalidates the cached ones."""
 
 AnyStore = TypeVar("AnyStore", bound=TokenStore)

@@ -75,6 +75,13 @@ def test_escaped_text_counts_as_written_and_a_name_in_a_call_not_as_the_tool() -
     assert found_in(calling, [QUESTION, {**ANSWER, "content": "", "tool_calls": CALLS}], TOOLS) == ["tools"]
 
 
+def test_key_of_messages_that_the_template_does_not_read_is_named() -> None:
+    messages = [{**QUESTION, "mood": "curious", "id": "a1", "name": "bob", "rank": 3}, {**ANSWER, "thoughts": "Hm."}]
+    assert found_in(CHATML, messages) == ["'mood' in messages", "'thoughts' in messages"]
+    reading = CHATML.replace("{{- message['content']", "{{- message.mood or ''}}{{ message['content']")
+    assert found_in(reading, [messages[0], ANSWER]) == []
+
+
 def test_thoughts_of_turns_that_are_not_trained_are_not_named() -> None:
     messages = [QUESTION, THOUGHTFUL, QUESTION, ANSWER]
     assert found_in(CHATML, messages) == ["reasoning_content"]

@@ -6,8 +6,8 @@ Columns that TRL does not know come last: Alpaca's, and other pairs of prompts a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hwopt.data.sources.chat import ALPACA
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MESSAGES = ("messages", "conversations")
 """The names of columns with conversations."""
+BESIDE = ("context", "input", "system", "history", "tools", "functions")
+MEDIA = ("images", "image", "videos", "audios")
+"""Columns that other tools read beside those of prompts, or of conversations."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Layout:
     columns: tuple[str, ...]
     unread: tuple[Layout, ...] = ()
     """Other columns that could be read instead."""
+    beside: tuple[str, ...] = ()
+    """Columns that belong to these samples in the data of other tools, and are not read."""
 
     @property
     def chat(self) -> bool:
@@ -48,14 +53,32 @@ class Layout:
     @property
     def note(self) -> str:
         """What is said of the columns that are not read; "" if there are none."""
-        others = "; ".join(f"{listing(list(map(repr, each.columns)))} by {each.keys}" for each in self.unread)
-        return others and f"the table holds samples in several columns: {listing(list(map(repr, self.columns)))} " + (
-            f"{'are' if len(self.columns) > 1 else 'is'} read. To read others instead: {others}"
-        )
+        own = listing(list(map(repr, self.columns)))
+        notes = []
+        if others := "; ".join(f"{listing(list(map(repr, each.columns)))} by {each.keys}" for each in self.unread):
+            verb = "are" if len(self.columns) > 1 else "is"
+            notes.append(f"the table holds samples in several columns: {own} {verb} read. To read others instead: {others}")
+        if self.beside:
+            what = "hwopt trains on text" if self.chat else "put it into the prompt if it belongs there"
+            notes.append(
+                f"{listing(list(map(repr, self.beside)))} beside {own} {'are' if len(self.beside) > 1 else 'is'} not read: {what}"
+            )
+        return "; ".join(notes)
 
 
 def layout_of(table: pa.Table, data: Data, answers: bool = True) -> Layout:
     """How `table` is read. `answers`: for training, where the columns with the answers must exist. Raises DataError."""
+    return with_beside(chosen_columns(table, data, answers), table.column_names)
+
+
+def with_beside(layout: Layout, names: Sequence[str]) -> Layout:
+    """`layout` with those of the columns `names` that belong to it and are not read."""
+    known = () if layout.kind == "texts" else MEDIA if layout.chat else (*BESIDE, *MEDIA)
+    return replace(layout, beside=tuple(name for name in known if name in names and name not in layout.columns))
+
+
+def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
+    """The columns that the job names, else the first ones that are recognised. Raises DataError."""
     names = table.column_names
     if data.prompt is not None:
         pair = (data.prompt, str(data.completion))

@@ -108,6 +108,23 @@ def test_column_that_is_not_read_is_named_at_the_start_of_a_run_and_by_init(tmp_
     assert not layout_of(rows_with("text"), Data.model_validate({"train": "a"})).note
 
 
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        (
+            {"instruction": "ask?", "context": "c", "response": "yes"},
+            "'context' beside 'instruction', 'response' is not read: put",
+        ),
+        ({"prompt": "ask? ", "completion": "yes", "system": "s"}, "'system' beside 'prompt', 'completion' is not read: put it"),
+        ({"messages": CHAT, "images": ["a.png"]}, "'images' beside 'messages' is not read: hwopt trains on text"),
+    ],
+)
+def test_columns_that_belong_to_the_samples_and_are_not_read_are_named(row: dict[str, Any], note: str, tmp_path: Path) -> None:
+    found = prepared(write_jsonl(tmp_path / "a.jsonl", [row] * 4), tmp_path)
+    assert note in found.notes[0]
+    assert note in str(CausalLM.recognise(to_table([row] * 4)[0], False))
+
+
 def test_evaluation_data_of_another_kind_is_named(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 4)
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "all of it"}] * 4)
