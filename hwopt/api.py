@@ -31,7 +31,7 @@ from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank, rank_and_world
 from hwopt.tasks import proposal
-from hwopt.tasks.predictors import Generation
+from hwopt.tasks.generators import Generation
 from hwopt.tasks.preview import Preview, preview_sample
 from hwopt.tasks.proposal import Proposal
 from hwopt.tasks.recognition import DataColumns, recognise

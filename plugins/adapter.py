@@ -253,9 +253,8 @@ class Adapter(hw.Plugin):
 
     def expects(self) -> Mapping[str, Any]:
         modules = self.options.target_modules
-        some = self.options.layers_to_transform is not None or any(
-            "." in name for name in modules if not isinstance(modules, str)
-        )
+        whole_names = not isinstance(modules, str) and any("." in name for name in modules)
+        some = self.options.layers_to_transform is not None or whole_names
         return {"kind": self.options.kind} | ({} if some else {"without_adapter": 0})
 
 

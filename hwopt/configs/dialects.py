@@ -14,7 +14,7 @@ from hwopt.configs.registered_data import add_registered
 from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
-from hwopt.data.sources.chat import SHAREGPT_ROLES
+from hwopt.data.sources.messages import SHAREGPT_ROLES
 
 IS_OFF = {False: ignored("is off")}
 OWN_TEMPLATE = ignored("hwopt takes the tokenizer's chat template by default")

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hwopt.data.sources.chat import BadConversation, Message
+from hwopt.data.sources.messages import BadConversation, Message
+from hwopt.text import first_line
 
 MARKER = re.compile(r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>")
 """What chat templates write around a turn: <|im_end|>, <|eot_id|>, <end_of_turn>."""
@@ -83,3 +84,12 @@ def rewritten(number: int) -> BadConversation:
 def names_of_calls(message: Message) -> list[str]:
     """The names of the functions that a message calls."""
     return [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
+
+
+def refused(messages: Sequence[Message], error: Exception) -> BadConversation:
+    """The error for `messages`, all of a conversation or its begin, that a template does not write."""
+    first = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "assistant")
+    if first == "assistant":
+        why = "begins with an answer, which the chat template cannot write: put a question before it, or remove it"
+        return BadConversation(f"{why} ({first_line(error)})")
+    return BadConversation(f"the chat template refuses it: {first_line(error)}")

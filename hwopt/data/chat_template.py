@@ -13,19 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.answer_checks import check_answer, check_parts, is_closed, rewritten, spoken
-from hwopt.data.sources.chat import BadConversation, Conversation, Message, with_json_arguments
+from hwopt.data.answer_checks import check_answer, check_parts, is_closed, refused, rewritten, spoken
+from hwopt.data.sources.chat import Conversation
+from hwopt.data.sources.messages import BadConversation, Message, with_json_arguments
 from hwopt.data.spans import common_length, connected, without
-from hwopt.data.unwritten import CALLS, THOUGHT_KEYS, left_out
+from hwopt.data.unwritten import CALLS, SHORT, THOUGHT_KEYS, Written, left_out, takes_json
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
-from hwopt.text import first_line
 
 Turns = Literal["all", "last"]
 Words = Mapping[str, Any]
 """What a template reads beside the messages: "tools", and switches such as "enable_thinking"."""
-Written = tuple[str, list[tuple[int, int]]]
-"""(text of messages, spans of the answers in it as far as markers say them)."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_TEMPLATE_BYTES = 1_000_000
 
@@ -41,7 +39,6 @@ CHATML = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The template `data.chat_template = "chatml"`, as OpenAI published the format; without tools."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 
 
 def set_template(tokenizer: Any, given: str | None) -> None:
@@ -93,37 +90,6 @@ def training_template(tokenizer: Any) -> str | None:
         return get_training_chat_template(tokenizer)
     except Exception:  # ValueError, or what an unknown template raises for TRL's test conversations
         return None
-
-
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
-
-
-def takes_json(write: Callable[[list[Message], Words], Written]) -> bool:
-    """Whether the template with which `write` writes joins the arguments of a tool call to a text, as DeepSeek's.
-
-    It needs their JSON text then. Of an object, jinja makes an error, or the template writes what Python prints.
-    """
-    described = {"name": "qzx", "description": "-", "parameters": {"type": "object", "properties": {}}}
-    words = {"tools": [{"type": "function", "function": described}]}
-    answer: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-
-    def fits(answer: Message) -> bool:
-        try:
-            text = write([SHORT[0], answer], words)[0]
-        except Exception:  # jinja, and `raise_exception` of templates
-            return False
-        return "qzz" in text and "'qzy'" not in text and '\\"' not in text
-
-    return not fits(answer) and fits(with_json_arguments(answer))
-
-
-def refused(messages: Sequence[Message], error: Exception) -> BadConversation:
-    """The error for `messages`, all of a conversation or its begin, that a template does not write."""
-    first = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "assistant")
-    if first == "assistant":
-        why = "begins with an answer, which the chat template cannot write: put a question before it, or remove it"
-        return BadConversation(f"{why} ({first_line(error)})")
-    return BadConversation(f"the chat template refuses it: {first_line(error)}")
 
 
 @dataclass(frozen=True)

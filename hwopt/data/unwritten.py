@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hwopt.data.sources.chat import BadConversation, Message
+from hwopt.data.sources.messages import BadConversation, Message, with_json_arguments
 
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with the thoughts before its content, in the order in which transformers takes them."""
@@ -20,6 +20,10 @@ THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
 BESIDE_CALLS = "content beside tool calls"
 CALLS = "tool calls"
 """Conversations whose answers lack these are refused. The name of a function alone does not tell: "f" is in <end_of_turn>."""
+Written = tuple[str, list[tuple[int, int]]]
+"""(text of messages, spans of the answers in it as far as markers say them)."""
+SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
 
 
 def left_out(
@@ -84,3 +88,22 @@ def advice(kind: str) -> str:
     if kind == "developer messages":
         return "Give them the role system, or give a template that writes them (data.chat_template)"
     return "Remove them from the data, or give a template that writes them (data.chat_template)"
+
+
+def takes_json(write: Callable[[list[Message], Mapping[str, Any]], Written]) -> bool:
+    """Whether the template with which `write` writes joins the arguments of a tool call to a text, as DeepSeek's.
+
+    It needs their JSON text then. Of an object, jinja makes an error, or the template writes what Python prints.
+    """
+    described = {"name": "qzx", "description": "-", "parameters": {"type": "object", "properties": {}}}
+    words = {"tools": [{"type": "function", "function": described}]}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+    def fits(answer: Message) -> bool:
+        try:
+            text = write([SHORT[0], answer], words)[0]
+        except Exception:  # jinja, and `raise_exception` of templates
+            return False
+        return "qzz" in text and "'qzy'" not in text and '\\"' not in text
+
+    return not fits(answer) and fits(with_json_arguments(answer))

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hwopt.data.sources.chat import Conversation, Message
+from hwopt.data.sources.chat import Conversation
+from hwopt.data.sources.messages import Message
 from hwopt.errors import DataError, DoesNotFitError, InputError
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.predictors import Generation, TextGenerator
+from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line
 

@@ -24,7 +24,8 @@ from hwopt.inference.output import free_names, refuse_table_output, replacing
 from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
 from hwopt.plugin import BatchSizes
-from hwopt.tasks.predictors import Generation, ModelInput, TextPredictor
+from hwopt.tasks.generators import Generation
+from hwopt.tasks.predictors import ModelInput, TextPredictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
 from hwopt.training.evaluation import each_row_once

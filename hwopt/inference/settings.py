@@ -11,7 +11,7 @@ from typing import Literal
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.plugin import BatchSizes, dtype_name
-from hwopt.tasks.predictors import Generation
+from hwopt.tasks.generators import Generation
 from hwopt.training.run import Run
 
 KEY = "inference"

@@ -22,9 +22,10 @@ from hwopt.data.tokenizer_training import trained_tokenizer
 from hwopt.errors import InputError
 from hwopt.model.config import load_config
 from hwopt.model.facts import is_decoder
+from hwopt.tasks.generators import Generation
 from hwopt.tasks.model_builder import ModelBuilder
 from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
-from hwopt.tasks.predictors import Generation, TextPredictor
+from hwopt.tasks.predictors import TextPredictor
 from hwopt.tasks.preparation import make_prepared, read_sources
 from hwopt.tasks.prepared import ChatTokens, Named, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, spans_of

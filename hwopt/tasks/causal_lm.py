@@ -12,9 +12,10 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
-from hwopt.data.sources.chat import ALPACA, BadConversation, Conversation, read_conversations, read_prompts
+from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations, read_prompts
 from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
 from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
+from hwopt.data.sources.messages import BadConversation
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
@@ -22,9 +23,10 @@ from hwopt.data.tokenizer import LengthLimit
 from hwopt.data.unwritten import advice
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
+from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
 from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, encode_texts, token_loss
-from hwopt.tasks.predictors import Generation, TextGenerator, TextPredictor
+from hwopt.tasks.predictors import TextPredictor
 from hwopt.tasks.preparation import Encoding, token_store
 from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, spans_of

@@ -17,8 +17,9 @@ from hwopt.data.stores.image_store import ImageStore, image_store
 from hwopt.data.stores.images import ImageTransform, channels_of, load_processor, new_processor
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classification
+from hwopt.tasks.generators import Generation
 from hwopt.tasks.model_families import IMAGE_FAMILY, ModelFamily
-from hwopt.tasks.predictors import Generation, ImagePredictor, TextPredictor
+from hwopt.tasks.predictors import ImagePredictor, TextPredictor
 from hwopt.tasks.preparation import report_left_out
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, Span

@@ -13,7 +13,8 @@ from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import encode
 from hwopt.errors import InputError
 from hwopt.tasks.base import Task
-from hwopt.tasks.predictors import ClassPredictor, Generation, TextPredictor
+from hwopt.tasks.generators import Generation
+from hwopt.tasks.predictors import ClassPredictor, TextPredictor
 from hwopt.tasks.preparation import Encoding, described, token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.text import truncate

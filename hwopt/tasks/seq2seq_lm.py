@@ -19,10 +19,11 @@ from hwopt.data.stores.token_store import PairStore
 from hwopt.data.tokenizer import CHUNK, encode
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.base import Task
+from hwopt.tasks.generators import Generation, Seq2SeqGenerator
 from hwopt.tasks.model_builder import set_in_configs
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
 from hwopt.tasks.next_token import token_loss
-from hwopt.tasks.predictors import Generation, Seq2SeqGenerator, TextPredictor
+from hwopt.tasks.predictors import TextPredictor
 from hwopt.tasks.preparation import Encoding, token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, Span, spans_of

@@ -10,7 +10,7 @@ import torch
 
 from hwopt.data.sources.chat import Conversation
 from hwopt.hardware.cuda_memory import release_unused_memory
-from hwopt.tasks.predictors import Generation, TextGenerator
+from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.prepared import Trained
 from hwopt.text import first_line
 from hwopt.training.evaluation import evaluating

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib import import_module
 from itertools import chain
@@ -33,6 +33,7 @@ from pydantic import Field, model_validator
 from hwopt import plugin as hw
 from hwopt.hardware.device import Support
 from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
+from hwopt_plugins.optimizer.states import LEAST_PAGED, bf16_weights, is_paged, is_quantized, kind_of, moments_of, quantizable
 
 Name = Literal[
     "adamw_torch",
@@ -43,8 +44,6 @@ Name = Literal[
     "adamw_torch_8bit",
     "adamw_torch_4bit",
 ]
-LEAST_QUANTIZED, LEAST_PAGED = 4096, 100_000
-"""Elements of the smallest tensor whose states bitsandbytes and torchao quantize, and bitsandbytes pages."""
 OPTIMIZERS: dict[str, tuple[str, str, float]] = {
     "adamw_torch": ("torch.optim", "AdamW", 8.0),
     "adamw_torch_fused": ("torch.optim", "AdamW", 8.0),
@@ -273,8 +272,7 @@ class Optimizer(hw.Plugin):
             "paged": {name: is_paged(moments) for name, moments in states.items() if moments[0].numel() >= LEAST_PAGED},
         }
         rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        bf16 = sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
+        bf16 = bf16_weights(optimizer)
         seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
         seen += f"; {fused} call(s) of the fused kernel in this step"
         for what, wanted in (("quantized", "8bit" in cls or "4bit" in cls), ("paged", "Paged" in cls)):
@@ -300,29 +298,3 @@ class Optimizer(hw.Plugin):
             "stochastic_rounding": bool(self.options.stochastic_rounding),
         }
         return expected | ({"fused": True} if name == "adamw_torch_fused" else {})
-
-
-def moments_of(state: Mapping[str, Any]) -> list[Any]:
-    """The tensors of a parameter's state with an entry for each weight, without the map of 8-bit values."""
-    found = (value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith(("qmap", "absmax")))
-    return [getattr(value, "_local_tensor", value) for value in found]  # of a sharded tensor, what this rank has
-
-
-def kind_of(state: Any) -> str:
-    """The dtype of a state, or the class of a quantized one of torchao."""
-    name = type(state).__name__
-    return name if "OptimState" in name else str(state.dtype).removeprefix("torch.")
-
-
-def is_quantized(moments: Sequence[Any]) -> bool:
-    return all(kind == "uint8" or "OptimState" in kind for kind in map(kind_of, moments))
-
-
-def quantizable(moments: Sequence[Any], optimizer: Any) -> bool:
-    """Whether the states are large enough; torchao's have whole blocks too."""
-    elements = moments[0].numel()
-    return bool(elements >= LEAST_QUANTIZED and elements % getattr(optimizer, "block_size", 1) == 0)
-
-
-def is_paged(moments: Sequence[Any]) -> bool:
-    return all(getattr(moment, "is_paged", False) for moment in moments)

@@ -17,7 +17,8 @@ from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
 
 from hwopt.data.chat_template import GENERATION, ChatTemplate
-from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of, with_json_arguments
+from hwopt.data.sources.chat import Conversation, conversation_of
+from hwopt.data.sources.messages import BadConversation, with_json_arguments
 
 KINDS = ("plain", "tools", "thinking", "several calls", "empty answer")
 TOOLS = [

@@ -20,7 +20,8 @@ from hwopt.errors import DoesNotFitError, StorageError
 from hwopt.inference import predict as predict_module
 from hwopt.inference.output import free_names, replacing
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.predictors import Generation, TextPredictor
+from hwopt.tasks.generators import Generation
+from hwopt.tasks.predictors import TextPredictor
 from hwopt.testing import write_samples
 
 

@@ -19,7 +19,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.data.chat_template import ChatTemplate
 from hwopt.data.sources.chat import conversation_of
-from hwopt.tasks.predictors import Streamer, TextGenerator
+from hwopt.tasks.generators import Streamer, TextGenerator
 from hwopt.testing import plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]

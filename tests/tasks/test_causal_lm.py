@@ -20,8 +20,8 @@ from hwopt.data.tokenizer import LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
+from hwopt.tasks.generators import TextGenerator
 from hwopt.tasks.next_token import encode_blocks, encode_prompts, encode_texts, prompted
-from hwopt.tasks.predictors import TextGenerator
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task

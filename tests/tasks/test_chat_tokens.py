@@ -17,7 +17,7 @@ from hwopt.data.chat_template import CHATML
 from hwopt.data.tokenizer_training import train_bpe
 from hwopt.errors import InputError
 from hwopt.inference.trained_model import find_run_model, load_trained_model
-from hwopt.tasks.predictors import Generation, TextGenerator
+from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile, train_tiny
 
 QUESTION = [{"role": "user", "content": "what"}]

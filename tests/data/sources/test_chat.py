@@ -14,7 +14,8 @@ from task_rows import prepared_of, write_jsonl
 
 from hwopt.config.job import Job
 from hwopt.data.chat_template import CHATML, ChatTemplate
-from hwopt.data.sources.chat import BadConversation, Conversation, conversation_of, read_conversations
+from hwopt.data.sources.chat import Conversation, conversation_of, read_conversations
+from hwopt.data.sources.messages import BadConversation
 from hwopt.data.sources.reading import read_all
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.errors import DataError, InputError
