@@ -17,7 +17,7 @@ from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS, own_passes
-from hwopt.hosts.peft_words import adapter_options, quantize_options
+from hwopt.hosts.peft_words import CHUNKS, LORA, QUANTIZED, adapter_options, plugin_of, quantize_options
 from hwopt.hosts.script_plan import NAME, plan_for, task_of, transformers_model
 from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
@@ -74,7 +74,7 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     described, adapted, unknown = without_adapter(described_model(model, {}), args, peft_config)
     if unknown:
         return Fit(None, unknown)
-    plugins = {"adapter": False, "quantize": False} | adapted | plugins
+    plugins = {plugin_of(LORA): False, plugin_of(QUANTIZED): False} | adapted | plugins
     if kind == "SFTConfig":
         described = with_language_head(described)
     whole = next((word for word in WHOLE if getattr(args, word, None)), "")
@@ -91,7 +91,8 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
     if kind == "SFTConfig" and hasattr(sft_trainer, "add_fused_lm_head"):  # the trainer's own loss without logits
         vocabulary = config.get_text_config().vocab_size
-        plugins = {"fused_loss": {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}} | plugins
+        chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
+        plugins = {plugin_of(CHUNKS): chunks} | plugins
         del lacks["loss"]
     del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
     found = plan_for(
@@ -107,7 +108,7 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
 
 
 def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
-    """Chunks of plugin "fused_loss" that need about the memory of the fused head of TRL, which has tiles of TILE logits.
+    """Chunks of a loss that need about the memory of the fused head of TRL, which has tiles of TILE logits.
 
     A tile is kept in half precision, a chunk also in fp32: three times the bytes.
     """
@@ -124,11 +125,11 @@ def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, d
     quantization = loading.get("quantization_config") or getattr(config, "quantization_config", None)
     registry, plugins, why = Inputs().registry, dict[str, Any](), ""
     if quantization is not None:
-        plugins["quantize"], why = quantize_options(quantization, registry)
+        plugins[plugin_of(QUANTIZED)], why = quantize_options(quantization, registry)
         if adapter is None:
             return described, plugins, "the weights are quantized and there is no adapter: give peft_config"
     if adapter is not None and not why:
-        plugins["adapter"], why = adapter_options(adapter, registry)
+        plugins[plugin_of(LORA)], why = adapter_options(adapter, registry)
         dtype = str(loading.get("dtype") or dtype_of(described)).removeprefix("torch.")
         if quantization is None and dtype not in ("bfloat16", "float16"):
             why = why or (

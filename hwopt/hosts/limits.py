@@ -108,7 +108,7 @@ def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
 
 
 def unknown_part(model: Any) -> str:
-    """What in `model` may do more than operators of the device: a module that is no library's, or a hook; "" for nothing."""
+    """What in `model` may do more than operators of the device: a module outside of MODULES, or a hook; "" for nothing."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] not in MODULES:
             return f"{name or 'the model'} is a {type(module).__name__} of yours"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hwopt.config.aliases import plugin_aliases
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 
@@ -19,6 +20,8 @@ LORA_WORDS = {
     "use_rslora": "use_rslora",
 }
 """Field of LoraConfig -> the word that a plugin knows for it."""
+LORA, QUANTIZED, CHUNKS = "lora_r", "load_in_4bit", "num_output_chunks"
+"""Words that name the plugins of adapters, of quantized weights, and of a loss in chunks."""
 NO_MEMORY = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("exclude_modules", "fan_in_fan_out", "init_lora_weights", "alpha_pattern", "loftq_config", "runtime_config"),
@@ -29,7 +32,7 @@ NAMED = ("all-linear",)
 
 
 def adapter_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
-    """The options of plugin "adapter" for `config`, a configuration of PEFT, and why they do not describe it, else ""."""
+    """The options of the plugin that adds LoRA for `config` of PEFT, and why they do not describe it, else ""."""
     if getattr(config, "use_dora", None) is None:
         return {}, f"{type(config).__name__} is not a LoraConfig"
     modules = config.target_modules
@@ -43,15 +46,20 @@ def adapter_options(config: Any, registry: Registry) -> tuple[dict[str, Any], st
         unknown.append("target_modules as a regular expression")
     words = {word: getattr(config, name) for name, word in LORA_WORDS.items()}
     words["lora_target_modules"] = "default" if modules is None else modules if isinstance(modules, str) else sorted(modules)
-    options = options_of("adapter", words, registry) | {"kind": "dora" if config.use_dora else "lora"}
+    options = options_of(plugin_of(LORA), words, registry) | {"kind": "dora" if config.use_dora else "lora"}
     return options | {"always": True}, f"{', '.join(unknown)} of {type(config).__name__} is not known" if unknown else ""
 
 
 def quantize_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
-    """The options of plugin "quantize" for a `quantization_config` of transformers, and why they do not describe it, else ""."""
+    """The options of the plugin that quantizes for a `quantization_config`, and why they do not describe it, else ""."""
     words = config if isinstance(config, Mapping) else config.to_dict()
-    options = options_of("quantize", words, registry)
+    options = options_of(plugin_of(QUANTIZED), words, registry)
     return options, "" if "bits" in options else f"quant_method {words.get('quant_method')} is not known"
+
+
+def plugin_of(word: str) -> str:
+    """The name of the plugin that takes `word` of another tool."""
+    return plugin_aliases()[word].split(".")[1]
 
 
 def options_of(plugin: str, words: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
