@@ -144,6 +144,8 @@ class Batch(hw.Plugin):
         mean, of = context.tokens_per_sample(), "mean of the training data"
         if mean is None:
             mean, of = context.job.data.max_length or UNREAD_LENGTH, "assumed, because the data could not be read"
+        elif context.task.target == "next_token":
+            mean += 1  # the last token, which is only a label: tools count it
         rows = min(MAX_ROWS, max(1, round(tokens / mean)))
         options = self.options.model_copy(update={"effective": rows, "effective_tokens": None})
         decision = Batch(options).probe_rows(context)

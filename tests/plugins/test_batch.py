@@ -3,8 +3,11 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from datasets import Dataset
 from plugin_cases import Cases, Mutation
+from trl.data_utils import pack_dataset
 
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
@@ -63,6 +66,19 @@ def test_step_in_tokens_becomes_rows_and_gives_way_to_another_step(tmp_path):
     assert Batch.Options.merged(below, {"train": 2}) == {"train": 2, "effective_tokens": 1000}
     assert Batch.Options.merged(below, {"effective": 8}) == {"train": 4, "effective": 8}
     assert Batch.Options.merged({"effective": 8}, {"effective_tokens": 9}) == {"effective_tokens": 9}
+
+
+@pytest.mark.parametrize("longest", [40, 200])
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_epoch_has_as_many_steps_as_with_packed_rows_of_trl(strategy, longest, tmp_path):
+    """`hwopt import` gives tokens for `packing: true`, and for axolotl's `sample_packing: true`. TRL fills rows to 98 %."""
+    drawn = np.random.default_rng(0).integers(10, longest, 4_000)
+    data = Dataset.from_dict({"input_ids": [[0] * length for length in drawn]})
+    packed_steps = len(pack_dataset(data, 512, strategy, {"load_from_cache_file": False})) / 16
+    job = tiny_job(tmp_path, "causal-lm").job
+    inputs = replace(context(), job=job, tokens_per_sample=lambda: float(drawn.mean() - 1))
+    rows = Batch(Batch.Options(train=4, effective_tokens=16 * 512)).probe(inputs).options[0].effective
+    assert len(drawn) / rows == pytest.approx(packed_steps, rel=0.03)
 
 
 def test_tokens_limit_the_rows_of_an_evaluation_batch(tmp_path):
