@@ -98,9 +98,12 @@ def preferences(table: pa.Table) -> str | None:
     import pyarrow as pa
 
     names = set(table.column_names)
-    found = next((pair for pair in PREFERENCES if set(pair) <= names), None)
-    if found is None and {"prompt", "completion", "label"} <= names and pa.types.is_boolean(table["label"].type):
-        found = ("completion", "label")
+    chats = [name for name in ("messages", "conversations") if holds_messages(table, name)]
+    answers = ["completion"] * ("prompt" in names) + chats
+    marked = [(name, mark) for name in answers for mark in ("label", "kto_tag")]
+    found = next((pair for pair in PREFERENCES if set(pair) <= names), None) or next(
+        (pair for pair in marked if set(pair) <= names and pa.types.is_boolean(table[pair[1]].type)), None
+    )
     return found and (
         f"columns {found[0]!r} and {found[1]!r} hold preferences, and `hwopt run` would train the bad answers too. Use a "
         "trainer of TRL in a script of your own, with hwopt.optimized(DPOTrainer, PROFILE): docs/your-script.md. To train "

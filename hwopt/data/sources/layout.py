@@ -93,6 +93,12 @@ def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
     if answers and (reason := preferences(table)):
         raise DataError(reason)
     found = [*recognised(table)] or [*recognised(table, answers)] or [texts]
+    if (
+        found == [texts]
+        and not set(data.text) <= set(names)
+        and (chats := [name for name in names if holds_messages(table, name)])
+    ):
+        raise DataError(f"column {chats[0]!r} holds conversations. Set {Layout('messages', (chats[0],)).keys}")
     if found[0].kind == "texts" and set(data.text) <= set(names) and holds_messages(table, data.text[0]):
         raise DataError(
             f"column {data.text[0]!r} holds messages as JSON text. Set {Layout('messages', data.text).keys} to train their "
@@ -112,6 +118,8 @@ def recognised(table: pa.Table, answers: bool = True) -> Iterator[Layout]:
         needed = pair if answers else pair[:1]
         if needed == ALPACA[: len(needed)] and set(needed) <= names and not holds_messages(table, ALPACA[0]):
             pairs.append(Layout("messages", ALPACA))
+        elif pair[0] == "input" and set(ALPACA) <= names:
+            continue  # a part of Alpaca's question
         elif all(holds_messages(table, name) for name in needed):
             pairs.append(Layout("completions", pair))
         elif all(is_text(table, name) for name in needed):

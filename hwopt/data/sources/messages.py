@@ -95,6 +95,8 @@ def message_of(value: Any, number: int) -> Message:
         raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
     if not content.strip() and role == "user":
         raise BadConversation(f"message {number} ({role}) is empty")
+    if marked := {"train_detail", "training_detail"} & set(message):
+        raise BadConversation(f"message {number} has {marked.pop()!r}, which trains parts of it; hwopt trains whole messages")
     for name in TRAIN_MARKS:
         if name in message:
             message["weight"] = is_trained(message.pop(name), f"message {number}: {name}")

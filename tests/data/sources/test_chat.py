@@ -313,6 +313,7 @@ def test_alpaca_history_of_another_form_is_refused(history: Any) -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "parts that are not text"),
         (["hello"], "message 1 is not an object"),
         ([MESSAGES[0], {**MESSAGES[1], "weight": 0.5}], "message 2: weight is 0.5; expected 0, 1, true or false"),
+        ([MESSAGES[0], {**MESSAGES[1], "train_detail": [{"train": False}]}], "message 2 has 'train_detail', which trains parts"),
         ([MESSAGES[0], {**MESSAGES[1], "train": False}], "marks every message of the assistant as not to be trained"),
     ],
 )

@@ -18,7 +18,7 @@ from hwopt.data.sources.layout import layout_of
 from hwopt.errors import DataError
 from hwopt.tasks.causal_lm import CausalLM
 from hwopt.tasks.prepared import IGNORED, Prepared
-from hwopt.tasks.recognition import Recognised
+from hwopt.tasks.recognition import Recognised, choose_columns
 from hwopt.testing import TINY_LLAMA
 
 CHAT = [{"role": "user", "content": "ask?"}, {"role": "assistant", "content": "yes"}]
@@ -64,6 +64,29 @@ def test_columns_are_chosen_as_in_trl_unless_the_job_names_them(
     assert (found.kind, found.columns) == (kind, columns)
     asked = layout_of(rows_with(*names), Data.model_validate({"train": "a", **data}), answers=False)
     assert (asked.kind, asked.columns) == (kind, columns)
+
+
+@pytest.mark.parametrize(("column", "mark"), [("messages", "label"), ("conversations", "kto_tag"), ("completion", "label")])
+def test_answers_that_are_marked_as_good_or_bad_are_refused(column: str, mark: str) -> None:
+    """The data of KTO, in TRL and LLaMA-Factory."""
+    table = to_table([{**ROW, mark: row % 2 == 0} for row in range(4)])[0].select(["prompt", column, mark])
+    with pytest.raises(DataError, match=f"columns '{column}' and '{mark}' hold preferences"):
+        layout_of(table, Data.model_validate({"train": "a"}))
+    named: Any = {"prompt": "prompt", "completion": column} if column == "completion" else {"messages": column}
+    assert layout_of(table, Data.model_validate({"train": "a", **named})).columns[-1] == column
+
+
+def test_texts_with_a_boolean_label_are_for_classification() -> None:
+    rows = [{"messages": f"a text {row}", "label": row % 2 == 0} for row in range(20)]
+    assert choose_columns(to_table(rows)[0], None, "a")[0] == "text-classification"
+
+
+def test_conversations_under_another_name_are_named() -> None:
+    data = Data.model_validate({"train": "a"})
+    with pytest.raises(DataError, match=r"column 'dialog' holds conversations\. Set data\.messages = \"dialog\""):
+        layout_of(to_table([{"id": "a", "dialog": CHAT}] * 3)[0], data)
+    alpaca = to_table([{"instruction": "ask?", "input": "x", "output": "yes"}] * 3)[0]
+    assert not layout_of(alpaca, data).unread
 
 
 def test_texts_under_the_name_of_messages_do_not_hide_the_text() -> None:
