@@ -52,10 +52,15 @@ def base_model(folder: Path, template: str, eos: str | None) -> int:
         tokenizer.eos_token = tokenizer.decode(ChatTemplate(tokenizer, "all").end_token())
     tokenizer.save_pretrained(folder)
     positions = sum(map(len, encoded(tokenizer))) + MORE
+    write_model(folder, tokenizer, positions)
+    return positions
+
+
+def write_model(folder: Path, tokenizer: Any, positions: int) -> None:
+    """Write a model that can learn by heart."""
     sizes = {"n_embd": positions, "n_positions": positions, "n_layer": 1, "n_head": 1, "n_inner": 8}
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     GPT2LMHeadModel(GPT2Config(**sizes, **ends, vocab_size=len(tokenizer), tie_word_embeddings=False)).save_pretrained(folder)
-    return positions
 
 
 def learn_by_heart(model: Any, tokens: list[int], other: int) -> None:
@@ -78,28 +83,67 @@ def learn_by_heart(model: Any, tokens: list[int], other: int) -> None:
     ],
 )
 def test_answer_stops_at_its_end(name: str, eos: str | None, tmp_path: Path) -> None:
-    base, source, question = (tmp_path / part for part in ("base", "chat.jsonl", "in.jsonl"))
+    base = tmp_path / "base"
     positions = base_model(base, ALL[name], eos)
-    source.write_text((json.dumps({"messages": CHAT}) + "\n") * 8)
-    question.write_text(json.dumps({"messages": QUESTION}) + "\n")
-    data = {"train": str(source), "max_length": positions}
-    tables = {"model": {"name": str(base)}, "data": data, "task": {"kind": "causal-lm"}, "training": {"max_steps": 1}}
-    train_tiny(plan_for(tiny_profile(), make_job(Document("a job", tables))), tmp_path)
-    final = tmp_path / "run" / "final"
+    final = trained(tmp_path, [{"messages": CHAT}] * 8, max_length=positions)
+    check_end(tmp_path, *encoded(AutoTokenizer.from_pretrained(final)), {"messages": QUESTION}, QUESTION, "what")
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"messages": CHAT}, QUESTION),
+        ({"prompt": "what is it?", "completion": " it is"}, "what is it?"),
+        ({"text": "what is it? it is"}, "what is it?"),
+    ],
+    ids=["chatml", "prompt", "text"],
+)
+def test_answer_of_a_base_tokenizer_without_a_template_stops_at_its_end(row: dict[str, Any], asked: Any, tmp_path: Path) -> None:
+    """`chatml` brings the token that ends an answer; a completion or a text ends with that of the tokenizer."""
+    tokenizer = byte_tokenizer("", eos="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path / "base")
+    write_model(tmp_path / "base", tokenizer, positions=64)
+    chat = {"chat_template": "chatml"} if "messages" in row else {}
+    tokenizer = AutoTokenizer.from_pretrained(trained(tmp_path, [row] * 8, max_length=64, **chat))
+    if chat:
+        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        before = tokenizer(asked)["input_ids"]
+    answer = tokenizer("it is<|im_end|>" if chat else " it is<|endoftext|>", add_special_tokens=False)["input_ids"]
+    check_end(tmp_path, before, answer, {name: asked for name in row if name != "completion"}, asked, "what" if chat else asked)
+
+
+def trained(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Path:
+    """The `final/` of a run of one step on `rows`."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = {
+        "model": {"name": str(folder / "base")},
+        "data": {"train": str(folder / "rows.jsonl"), **data},
+        "task": {"kind": "causal-lm"},
+        "training": {"max_steps": 1},
+    }
+    train_tiny(plan_for(tiny_profile(), make_job(Document("a job", tables))), folder)
+    return folder / "run" / "final"
+
+
+def check_end(folder: Path, asked: list[int], answer: list[int], row: dict[str, Any], piped: Any, typed: str) -> None:
+    """The model of the run, which learns `answer` behind `asked` by heart, stops there in each of the ways to generate."""
+    final = folder / "run" / "final"
     tokenizer, model = AutoTokenizer.from_pretrained(final), AutoModelForCausalLM.from_pretrained(final)
-    asked, answer = encoded(tokenizer)
     learn_by_heart(model, asked + answer, tokenizer("x")["input_ids"][0])
     model.save_pretrained(final)
     options: dict[str, Any] = {"max_new_tokens": len(answer) + MORE, "do_sample": False}
     written = model.generate(torch.tensor([asked]), attention_mask=torch.ones(1, len(asked)), **options)[0, len(asked) :]
     assert written.tolist() == answer
     text = tokenizer.decode(answer, skip_special_tokens=True)
-    assert pipeline("text-generation", model=str(final))(QUESTION, **options)[0]["generated_text"][-1]["content"] == text
-    api.predict(tmp_path / "run", str(question), tmp_path / "out.jsonl", generation={"max_new_tokens": len(answer) + MORE})
-    assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"].strip() == "it is"
-    in_terminal = api.answerer(tmp_path / "run", generation={"max_new_tokens": len(answer) + MORE})
+    found = pipeline("text-generation", model=str(final))(piped, **options)[0]["generated_text"]
+    assert (found.removeprefix(piped) if isinstance(found, str) else found[-1]["content"]) == text
+    (folder / "in.jsonl").write_text(json.dumps(row) + "\n")
+    most = {"max_new_tokens": len(answer) + MORE}
+    api.predict(folder / "run", str(folder / "in.jsonl"), folder / "out.jsonl", generation=most)
+    assert json.loads((folder / "out.jsonl").read_text())["generated_text"].strip() == "it is"
     parts: list[str] = []
-    assert in_terminal.answer("what", parts.append), "the model ended the answer"
+    assert api.answerer(folder / "run", generation=most).answer(typed, parts.append), "the model ended the answer"
     assert "".join(parts).strip() == "it is"
     assert len(parts) > 1
 
