@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ def fresh_accelerator() -> Iterator[None]:
 
 ASKED, ANSWERED = [{"role": "user", "content": "Two and two?"}], [{"role": "assistant", "content": "4"}]
 THOUGHT = [{"role": "assistant", "content": "<think>\nIt is\n</think>\n\n4"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLED = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "name": "f", "content": "4"}]
+TOOLS = json.dumps([{"type": "function", "function": {"name": "f", "description": "-", "parameters": {}}}])
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -95,8 +99,14 @@ THOUGHT = [{"role": "assistant", "content": "<think>\nIt is\n</think>\n\n4"}]
         ([{"prompt": ASKED, "completion": ANSWERED}, {"prompt": [*ASKED, *ANSWERED, *ASKED], "completion": ANSWERED}], "chatml"),
         ([{"prompt": ASKED, "completion": THOUGHT}, {"prompt": [*ASKED, *THOUGHT, *ASKED], "completion": THOUGHT}], "qwen3"),
         ([{"prompt": ASKED, "completion": THOUGHT}, {"prompt": [*ASKED, *THOUGHT, *ASKED], "completion": THOUGHT}], "deepseekv3"),
+        ([{"text": "a", "messages": [*ASKED, *ANSWERED, *ASKED, *ANSWERED]}] * 2, "qwen3"),
+        ([{"messages": [*ASKED, *ANSWERED, *ASKED, *ANSWERED]}, {"messages": [*ASKED, *ANSWERED]}], "llama3"),
+        (
+            [{"messages": [*ASKED, *CALLED, *ANSWERED], "tools": TOOLS}, {"messages": [*ASKED, *ANSWERED], "tools": TOOLS}],
+            "qwen3",
+        ),
     ],
-    ids=["text", "prompt", "messages", "qwen3", "deepseek"],
+    ids=["text", "prompt", "messages", "qwen3", "deepseek", "messages beside a text", "answers", "calls"],
 )
 def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]], template: str | None) -> None:
     from datasets import Dataset
@@ -104,15 +114,16 @@ def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]], te
     from trl import SFTConfig, SFTTrainer
 
     chat = {} if template is None else {"chat_template": template if template == "chatml" else str(FOLDER / f"{template}.jinja")}
-    most = 128 if chat else 24
-    config = {**GPT2, "n_positions": 128}
-    _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, config, 128, max_length=most, **chat)
+    most = 900 if chat else 24
+    config = {**GPT2, "n_positions": 1024}
+    _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, config, 1024, max_length=most, **chat)
     loaded = load_config(None, config)
     loaded.vocab_size = len(prepared.tokenizer)
     off: Any = {SWITCH: False}
+    answers: Any = {"assistant_only_loss": chat and "messages" in rows[0]}
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_config(loaded),
-        SFTConfig(str(tmp_path / "trl"), max_length=most, use_cpu=True, bf16=False, report_to=[], **off),
+        SFTConfig(str(tmp_path / "trl"), max_length=most, use_cpu=True, bf16=False, report_to=[], **off, **answers),
         train_dataset=Dataset.from_list(rows),
         processing_class=prepared.tokenizer,
     )
