@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError
-from hwopt.model.config import find_model_file
 from hwopt.model.remote_code import is_trusted
-from hwopt.system.paths import read_regular_file
 from hwopt.text import listing, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-MAX_INDEX_BYTES = 50_000_000
-"""About ten times the index of the largest models."""
 
 
 def load_weights(
@@ -33,7 +25,6 @@ def load_weights(
     from safetensors import SafetensorError
 
     try:
-        refuse_pickles(name, revision, getattr(config, "transformers_weights", None))
         model, loading_info = auto_class.from_pretrained(
             name,
             config=config,
@@ -44,15 +35,13 @@ def load_weights(
             output_loading_info=True,
             **{"dtype": torch.float32, **options},
         )
-    except OSError as error:
-        if "safetensors" not in str(error):
+    except (OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        if not (isinstance(error, OSError) and "safetensors" in str(error)):
             raise unreadable(name, error) from error
         raise InputError(
             f"model.name: {name!r} has no weights in safetensors format, and hwopt does not open pickles. "
             "If you trust the model, load it elsewhere and save it again with save_pretrained()"
         ) from error
-    except SafetensorError as error:
-        raise unreadable(name, error) from error
     refuse_mismatched_weights(name, loading_info, model.base_model_prefix, new_head)
     return model
 
@@ -60,41 +49,6 @@ def load_weights(
 def unreadable(name: str, reason: object) -> InputError:
     """The error for weights that cannot be loaded."""
     return InputError(f"model.name: {name!r}: cannot load its weights: {truncate(str(reason), 200)}")
-
-
-def refuse_pickles(name: str, revision: str | None, explicit: str | None = None) -> None:
-    """Raise InputError if the weights index refers to other files than safetensors in its own folder.
-
-    transformers opens every file in the index. `explicit` is the file that the config names (transformers_weights).
-    """
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
-
-    if explicit is not None and not is_plain_safetensors(explicit.removesuffix(".index.json")):
-        raise InputError(
-            f"model.name: {name!r}: its config gives {truncate(explicit)} as weights; expected safetensors in the same folder"
-        )
-    index = explicit if explicit is not None and explicit.endswith(".index.json") else SAFE_WEIGHTS_INDEX_NAME
-    path = find_model_file(name, index, revision)
-    if path is None:
-        return
-    try:
-        content = json.loads(read_regular_file(Path(path), MAX_INDEX_BYTES, "model.name:"))
-        names = {str(shard) for shard in content["weight_map"].values()}
-        has_metadata = isinstance(content["metadata"], dict)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"model.name: {name!r}: its {index} is not a valid weights index ({type(error).__name__})") from error
-    wrong = sorted(shard for shard in names if not is_plain_safetensors(shard))
-    if wrong or not has_metadata:
-        what = f"refers to {truncate(wrong[0])}" if wrong else "has no metadata table"
-        raise InputError(
-            f"model.name: {name!r}: its {index} {what}; hwopt opens only safetensors files in the same folder. "
-            "If you trust the model, load it elsewhere and save it again with save_pretrained()"
-        )
-
-
-def is_plain_safetensors(name: str) -> bool:
-    """Whether `name` is a safetensors file name without a folder or a drive."""
-    return name.endswith(".safetensors") and not re.search(r"[/\\:\0]", name)
 
 
 def refuse_mismatched_weights(name: str, loading_info: dict[str, Any], base: str, new_head: bool) -> None:

@@ -87,11 +87,6 @@ def change(path: Path, **keys: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def config_that_names_a_pickle(model: Path, trace: Path) -> None:
-    (model / "model.safetensors").rename(model / "adapter_model.bin")
-    change(model / "config.json", transformers_weights="adapter_model.bin")
-
-
 def code_beside_the_config(model: Path, trace: Path) -> None:
     (model / "thing.py").write_text(CODE.format(trace=str(trace)))
     own = {"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"}
@@ -108,7 +103,7 @@ def tokenizer_of_code(model: Path, trace: Path) -> None:
     change(model / "tokenizer_config.json", tokenizer_class="Thing", auto_map={"AutoTokenizer": ["thing.Thing", None]})
 
 
-REFUSED = [config_that_names_a_pickle, code_beside_the_config, kernel_from_the_hub, tokenizer_of_code]
+REFUSED = [code_beside_the_config, kernel_from_the_hub, tokenizer_of_code]
 JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
 SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n"
 
