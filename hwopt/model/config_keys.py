@@ -57,8 +57,6 @@ def find_unread(config: PretrainedConfig, given: Mapping[str, Any], where: str, 
 def declared_keys(cls: type[PretrainedConfig]) -> frozenset[str]:
     """The keys that the config class `cls` declares, maps to another key, or sets through a property."""
     properties = {name for name, value in inspect.getmembers_static(cls) if isinstance(value, property) and value.fset}
-    if not has_rope(cls):
-        properties.discard("rope_scaling")
     names = {field.name for field in dataclasses.fields(cls)} | properties
     names.update(*cls.attribute_map.items())
     return EVERY_CONFIG | {name for name in names if not name.startswith("_")}
@@ -66,34 +64,15 @@ def declared_keys(cls: type[PretrainedConfig]) -> frozenset[str]:
 
 @cache
 def keys_in_source(cls: type[PretrainedConfig]) -> frozenset[str]:
-    """The keys that the source of the config class `cls` and of its model reads."""
-    from transformers import PreTrainedConfig
-
-    found = keys_read(own_source(cls), "self")
-    convert = PreTrainedConfig.convert_rope_params_to_dict
-    if has_rope(cls) and cls.convert_rope_params_to_dict is convert:
-        found |= keys_read(inspect.getsource(convert), "self")
-    for file in Path(inspect.getfile(cls)).parent.glob("modeling_*.py"):
-        found |= keys_read(file.read_text(encoding="utf-8"), "config")
-    members = dict(inspect.getmembers_static(cls))
-    return frozenset(name for name in found if not isinstance(members.get(name), property) and not callable(members.get(name)))
-
-
-def own_source(cls: type[PretrainedConfig]) -> str:
-    """The source of the config class `cls` and its base classes up to the one that all configs have."""
+    """What the source of the config class `cls` takes from `kwargs`, and the attributes that it and its model read of it."""
     from transformers import PreTrainedConfig
 
     bases = [base for base in cls.__mro__ if issubclass(base, PreTrainedConfig) and base is not PreTrainedConfig]
-    return "\n".join(inspect.getsource(base) for base in bases)
-
-
-def has_rope(cls: type[PretrainedConfig]) -> bool:
-    """Whether the config class `cls` has rotary position embeddings, whose older keys it converts."""
-    return "rope_parameters" in own_source(cls)
-
-
-def keys_read(source: str, owner: str) -> set[str]:
-    """The keys that `source` takes from `kwargs`, and the attributes that it reads or sets on `owner`, or on text_`owner`."""
-    of_kwargs = re.findall(r"""\bkwargs(?:\.get\(|\.pop\(|\[)\s*["'](\w+)["']|["'](\w+)["'] (?:not )?in kwargs\b""", source)
-    of_owner = re.findall(rf"""\b(?:text_)?{owner}\.(?=(\w+))|attr\((?:[\w.]+\.)?(?:text_)?{owner}, ["'](\w+)["']""", source)
-    return {key for keys in (*of_kwargs, *of_owner) for key in keys if key}
+    own = "\n".join(map(inspect.getsource, bases))
+    if "rope_parameters" in own and cls.convert_rope_params_to_dict is PreTrainedConfig.convert_rope_params_to_dict:
+        own += inspect.getsource(PreTrainedConfig.convert_rope_params_to_dict)
+    files = Path(inspect.getfile(cls)).parent.glob("modeling_*.py")
+    text = own.replace("self.", "config.") + "\n".join(file.read_text(encoding="utf-8") for file in files)
+    found = re.findall(r"""\b(?:kwargs(?:\.get\(|\.pop\(|\[)\s*["']|(?:text_)?config(?:\.|, ["']))(\w+)""", text)
+    members = dict(inspect.getmembers_static(cls))
+    return frozenset(name for name in found if not isinstance(members.get(name), property) and not callable(members.get(name)))

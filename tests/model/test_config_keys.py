@@ -33,18 +33,6 @@ def test_keys_that_transformers_no_longer_reads_are_reported_and_left_out(name: 
     assert not [key for key in published.unread if hasattr(config, key)]
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name].unread])
-def test_hand_written_config_may_have_only_keys_that_are_read(name: str) -> None:
-    published = PUBLISHED[name]
-    written = {key: value for key, value in published.config.items() if key not in SAVED_KEYS}
-    read = {key: value for key, value in written.items() if key not in published.unread}
-    found, expected = load_config(None, read).to_dict(), load_config(None, published.config).to_dict()
-    assert {key: found[key] for key in found.keys() - SAVED_KEYS} == {key: expected[key] for key in found.keys() - SAVED_KEYS}
-    for key in published.unread:
-        with pytest.raises(InputError, match=rf"model\.config\.{key}: {written['model_type']} has no such key"):
-            load_config(None, read | {key: written[key]})
-
-
 @pytest.mark.parametrize(
     ("written", "found"),
     [
