@@ -16,12 +16,10 @@ from typing import Any
 
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
-from hwopt.text import cut, truncate
+from hwopt.text import truncate
 
 MAX_BYTES = 1_000_000
 """Of a profile or a job."""
-MAX_DEPTH = 16
-"""Levels that no profile or job of a user has."""
 
 Key = tuple[str, ...]
 
@@ -66,31 +64,10 @@ def decoded(raw: bytes, name: str) -> str:
 def parse_toml(raw: bytes, name: str) -> Document:
     text = decoded(raw, name)
     try:
-        if any(line.split("=")[0].count(".") > MAX_DEPTH for line in text.splitlines()):  # tomllib takes minutes
-            raise RecursionError
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(_no_toml(text, name, str(error))) from error
-    except ValueError as error:
-        raise InputError(f"{name}: cannot be read: an integer of thousands of digits") from error
-    except RecursionError as error:
-        raise InputError(f"{name}: cannot be read: it is nested deeper than any profile or job") from error
-    document = Document(name, data, dict(key_lines(text)))
-    for key in long_integers(data):
-        raise InputError(f"{document.place(key)}: {'.'.join(map(cut, key))}: has more than the 64 bits of an integer of TOML")
-    return document
-
-
-def long_integers(value: Any, key: Key = ()) -> Iterator[Key]:
-    """The keys of the integers in `value` that have more than 64 bits: they overflow in floats and tensors."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from long_integers(part, (*key, name))
-    elif isinstance(value, list):
-        for part in value:
-            yield from long_integers(part, key)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield key
+    return Document(name, data, dict(key_lines(text)))
 
 
 _YAML = re.compile(r"\s*(- |---$|[\w.-]+:(\s|$))")
@@ -145,7 +122,7 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
     """`training.seed=3` as (("training", "seed"), 3). The value is read as TOML, or kept as text if it is not valid TOML."""
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
-    if not equals or not 2 <= len(parts) <= MAX_DEPTH or not all(parts):
+    if not equals or len(parts) < 2 or not all(parts):
         raise InputError(f"--set {truncate(text)}: expected KEY=VALUE with a dotted key, such as training.seed=3")
     try:
         parsed = tomllib.loads(f"value = {value.strip()}")
@@ -168,8 +145,6 @@ def with_assignments(document: Document, assignments: Sequence[str], tables: Seq
             if not isinstance(step, dict):
                 raise InputError(f"--set {truncate('.'.join(key))}: {part!r} is a value, not a table")
             inner = step
-        if list(long_integers(value)):
-            raise InputError(f"--set {truncate('.'.join(key))}: has more than the 64 bits of an integer of TOML")
         inner[key[-1]] = value
         places[key] = "--set"
     return replace(document, data=data, places=places)

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import yaml
 
-from hwopt.config.toml import MAX_DEPTH, parse_toml
+from hwopt.config.toml import parse_toml
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
 Language = Literal["YAML", "JSON", "TOML", "Python"]
+MAX_DEPTH = 16
 MAX_NODES = 50_000
 """Keys and values of a file, those of aliases counted each time that they are used. Aliases of
 aliases make billions of a few lines."""

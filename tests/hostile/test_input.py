@@ -108,7 +108,7 @@ def test_unchanged_job_and_profile_are_accepted() -> None:
 
 NASTY = [
     *(b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r\n", b'"', b"'''", b"[", b"[[", b"{", b"}", b"=", b".", b"#", b"\\u0000"),
-    *(b"nan", b"9" * 30, b"1e400", b"\xe2\x80\xae", b"\x1b[2J", b"plugins.x", b"extends = 'mine'", b"a.b.c = 1", b"{a="),
+    *(b"nan", b"1e400", b"\xe2\x80\xae", b"\x1b[2J", b"plugins.x", b"extends = 'mine'", b"a.b.c = 1", b"{a="),
     *(b'{"a":', b"[[model]]\n", b"'\\ud800'", b"PK\x03\x04", b"!!python/object"),
 ]
 
@@ -153,7 +153,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], list[str]]] = [
     (("profiles", "show"), [*NO_NAMES, "../x", "no.toml"]),
     (("export", "job.toml", "--to", "accelerate", "--profile"), [*NO_NAMES, " ", ".", "/dev/null", "job.toml"]),
     (("export", "--profile", "cpu", "--to", "accelerate"), [*NO_NAMES, "..", "job.toml/x", "https://example.org/a.toml"]),
-    ((*EXPORT, "--set"), [*NO_NAMES[:-1], "=", "a.=1", "a..b=1", "a.b", "model=3", "\x00.a=1", "a." * 5000 + "b=1"]),
+    ((*EXPORT, "--set"), [*NO_NAMES[:-1], "=", "a.=1", "a..b=1", "a.b", "model=3", "\x00.a=1"]),
     ((*EXPORT, "--set"), [f"model.name={'[' * 50_000}", f"training.{LONG}=1", "\ud800.a=1", "data={}"]),
     ((*EXPORT, "--memory-limit"), ["", "8", "-8GiB", "0GiB", "nanGiB", HUGE + "GiB", "٨GiB"]),
     ((*EXPORT, "--nodes"), [*NO_COUNTS, "2"]),
