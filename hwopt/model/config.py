@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,22 +10,11 @@ from typing import TYPE_CHECKING, Any
 from hwopt.errors import HwoptError, InputError, is_gated
 from hwopt.model.config_keys import unread_keys
 from hwopt.model.remote_code import is_trusted
-from hwopt.system.paths import path_kind, read_regular_file
-from hwopt.text import cut, first_line, listing, nearest, truncate
+from hwopt.system.paths import path_kind
+from hwopt.text import cut, first_line, nearest, truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-MAX_CONFIG_BYTES = 10_000_000
-MAX_INTEGER = 2**40
-"""Upper limit of every integer in a config."""
-MAX_BY_KEY = {
-    r"(layer|block|expert|stage|head|group|depth)s?$|^depths?_": 10_000,
-    r"^(num_labels|hidden_size|d_model|n_embd|intermediate_size|ffn_dim|d_ff|n_inner|head_dim)$": 2**20,
-    r"^vocab_size$": 2**24,
-}
-"""Pattern of a config key -> upper limit of its value, for keys that set a number of modules or a tensor's width."""
 
 
 def load_config(name: str | None, config: dict[str, Any] | None, revision: str | None = None) -> PretrainedConfig:
@@ -47,11 +35,11 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
                 f"{nearest(str(model_type), CONFIG_MAPPING_NAMES)}"
             )
         options = {key: value for key, value in config.items() if key != "model_type"}
-        refuse_out_of_range(config, "model.config")
+        refuse_kernels(config, "model.config")
         try:
             made = AutoConfig.for_model(model_type, **copy.deepcopy(options))  # transformers changes the tables in it
         except Exception as error:  # every architecture checks its own keys in its own way
-            raise InputError(f"model.config: {model_type} rejects this config: {config_error_text(error, config)}") from error
+            raise InputError(f"model.config: {model_type} rejects this config: {type(error).__name__}: {error}") from error
         unread = unread_keys(made, options)
         for key in unread:  # without `quantization_config` and `auto_map`, which describe the files of trained weights
             options.pop(key, None)
@@ -61,8 +49,6 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
     is_folder = path_kind(folder, "model.name:") == "folder"
     if is_folder and path_kind(folder / "config.json", "model.name:") == "missing":
         raise InputError(f"model.name: the folder {name!r} has no config.json; save a model there with save_pretrained()")
-    if is_folder:
-        read_regular_file(folder / "config.json", MAX_CONFIG_BYTES, "model.name:")
     try:
         if find_model_file(name, "adapter_config.json", revision) is not None:
             raise InputError(
@@ -70,7 +56,7 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
                 "or give the base model and train a new adapter"
             )
         content, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-        refuse_out_of_range(content, f"{folder / 'config.json'}" if is_folder else f"model.name: {name!r}: its config.json")
+        refuse_kernels(content, f"model.name: {name!r}: its config.json")
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=is_trusted(name))
     except HwoptError:
         raise
@@ -94,31 +80,13 @@ def find_model_file(name: str, file: str, revision: str | None, cached_only: boo
     return path
 
 
-def refuse_out_of_range(content: Any, where: str, prefix: str = "") -> None:
-    """Raise InputError for integers above the limits, before a model is built, and for kernels from the hub."""
-    if not isinstance(content, dict):
-        raise InputError(f"{where}: expected a JSON object, got {truncate(content)}")
+def refuse_kernels(content: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a config that names a kernel of the hub, which is code."""
     for key, value in content.items():
-        name = f"{prefix}{cut(str(key))}"
         if isinstance(value, dict):
-            refuse_out_of_range(value, where, f"{name}.")
-        if "implementation" in str(key) and "/" in str(value):
-            raise InputError(f"{where}: {name}: {truncate(value)} would download and run code from the hub; remove it")
-        for number in value if isinstance(value, list) else [value]:
-            most = next((limit for pattern, limit in MAX_BY_KEY.items() if re.search(pattern, str(key))), MAX_INTEGER)
-            if isinstance(number, int) and abs(number) > most:
-                raise InputError(f"{where}: {name}: {truncate(number, 30)} is too large (at most {most:,})")
-
-
-def config_error_text(error: Exception, config: Mapping[str, Any]) -> str:
-    """The text of an architecture's `error`, with the keys of `config` that probably caused it if the text is a bare key."""
-    if not isinstance(error, LookupError | ArithmeticError):
-        return str(error)
-    plain = {key: value for key, value in config.items() if isinstance(value, str | int) and not isinstance(value, bool)}
-    named = [key for key, value in plain.items() if isinstance(error, KeyError) and value in error.args]
-    empty = sorted(key for key, value in plain.items() if isinstance(value, int) and value <= 0)
-    keys = named or empty or sorted(plain)
-    return f"{type(error).__name__}: {error}; the config has {listing([f'{key} = {truncate(plain[key])}' for key in keys])}"
+            refuse_kernels(value, where)
+        if "implementation" in key and "/" in str(value):
+            raise InputError(f"{where}: {cut(key)}: {truncate(value)} would download and run code from the hub; remove it")
 
 
 def load_error_message(name: str, error: Exception) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hwopt.errors import InputError
-from hwopt.model.config import config_error_text
 from hwopt.model.packing import packing_problem, skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import truncate
@@ -175,7 +174,7 @@ def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) ->
         with torch.device("meta"):
             model = cls(config)
     except Exception as error:  # every architecture raises its own errors
-        reason = config_error_text(error, config.to_diff_dict())
+        reason = f"{type(error).__name__}: {error}"
         raise InputError(f"model: cannot build {cls.__name__} from its config: {reason}") from error
     source = inspect.getsource(sys.modules[cls.__module__])
     decoder, generates = is_decoder(config) and not head.encoder_decoder, head.decoder or head.encoder_decoder
