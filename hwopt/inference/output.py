@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
-from hwopt.data.sources.column_types import values_type
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.system.paths import refuse_output, writing
 from hwopt.text import listing
@@ -86,20 +85,9 @@ class CsvWriter(Writer):
         rows = csv.writer(SimpleNamespace(write=lambda row: self.file.write(f"{row[:-2]}\n".encode())))
         if not self.started:
             rows.writerow([*table.column_names, *columns])
-        values = [*map(values_of, table.columns), *columns.values()]
+        values = [*(column.to_pylist() for column in table.columns), *columns.values()]
         rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
         self.file.flush()
-
-
-def values_of(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column. Bytes of a text that are not UTF-8, which parquet allows, are replaced."""
-    import pyarrow as pa
-
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        raw = column.cast(values_type(column.type)).cast(pa.large_binary()).to_pylist()
-        return [None if value is None else value.decode("utf-8", "replace") for value in raw]
 
 
 def csv_cell(value: Any) -> Any:
@@ -111,7 +99,7 @@ class JsonWriter(Writer):
     """One JSON object per line, UTF-8."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*map(values_of, table.columns), strict=True)]
+        rows = table.to_pylist()
         for name, values in originals.items():
             for number, value in values.items():
                 rows[number][name] = value

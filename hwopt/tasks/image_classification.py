@@ -12,7 +12,7 @@ from hwopt.data.sources.column_types import holds_text
 from hwopt.data.sources.columns import classes, label_columns, type_of
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
-from hwopt.data.sources.tables import find_column, string_values
+from hwopt.data.sources.tables import find_column
 from hwopt.data.stores.image_store import ImageStore, image_store
 from hwopt.data.stores.images import ImageTransform, channels_of, load_processor, new_processor
 from hwopt.errors import DataError
@@ -166,10 +166,8 @@ def read_images(rows: Rows, name: str) -> list[str | bytes]:
 
     column = find_column(rows.table, name, rows.source, "data.image")
     kind = column.type
-    if holds_text(kind):
-        found: list[Any] = list(string_values(column, rows, name))
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        found = column.to_pylist()
+    if holds_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        found: list[Any] = column.to_pylist()
     elif pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
         found = [None if value is None else value["bytes"] or value["path"] for value in column.to_pylist()]
     else:

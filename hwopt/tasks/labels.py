@@ -14,7 +14,7 @@ from hwopt.data.sources.column_types import class_names, holds_text, is_list, va
 from hwopt.data.sources.columns import is_scalar, type_of
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows
-from hwopt.data.sources.tables import find_column, string_values
+from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError, InputError
 from hwopt.text import listing, nearest, truncate
 
@@ -47,7 +47,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
     originals = rows.non_strings.get(name, {})
-    values: list[Any] = list(string_values(column, rows, name)) if text else column.to_pylist()
+    values: list[Any] = column.to_pylist()
     for row, value in enumerate(values):
         value = values[row] = originals.get(row, value)
         if value is None or not str(value).strip() or value != value or (classes and not 0 <= value < len(classes)):
@@ -177,7 +177,7 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
     found: list[list[str]] = []
     seen: set[str] = set()
     flags = ""  # the first row with an item twice
-    for row, value in enumerate(string_values(column, rows, name) if text else column.to_pylist()):
+    for row, value in enumerate(column.to_pylist()):
         value = original.get(row, value)
         items = parts_of(value, delimiter) if isinstance(value, str) else value
         found.append([])

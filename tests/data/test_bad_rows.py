@@ -49,23 +49,18 @@ BAD = {
 def write_rows(kind: str, path: Path, rows: list[Cells], bad: list[int], clean: bool = False) -> str:
     """Write `rows` to a file. The rows in `bad` are corrupted in the ways of `kind` in turn, or omitted if `clean`."""
     if kind == "parquet":
-        texts: list[bytes | None] = [text.encode() for text, _ in rows]
+        texts: list[str | None] = [text for text, _ in rows]
         labels: list[str | None] = [label for _, label in rows]
         for number, row in enumerate(bad):
-            if number % 4 == 0:
+            if number % 3 == 0:
                 texts[row] = None
-            elif number % 4 == 1:
-                texts[row] = b"caf\xe9"
-            elif number % 4 == 2:
+            elif number % 3 == 1:
                 labels[row] = None
             else:
                 labels[row] = ""
         kept = [row for row in range(len(rows)) if not (clean and row in bad)]
-        binary = pa.array([texts[row] for row in kept], pa.binary())
-        strings = pa.Array.from_buffers(
-            pa.string(), len(binary), binary.buffers(), binary.null_count
-        )  # pyarrow does not check the bytes
-        pyarrow.parquet.write_table(pa.table({"text": strings, "label": [labels[row] for row in kept]}), path)
+        columns = {"text": [texts[row] for row in kept], "label": [labels[row] for row in kept]}
+        pyarrow.parquet.write_table(pa.table(columns), path)
         return str(path)
     lines = {"csv": ["text,label"], "tsv": ["text\tlabel"], "jsonl": []}[kind]
     for row, cells in enumerate(rows):

@@ -78,14 +78,6 @@ def test_a_lone_carriage_return_in_a_cell_ends_no_row(tmp_path: Path) -> None:
     assert output.read_bytes().endswith(b"five,\n")
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_text_of_parquet_that_is_not_utf8_is_written_with_replacements(suffix: str, tmp_path: Path) -> None:
-    table = pyarrow.table({"note": pyarrow.array([b"a\xff", None]).view(pyarrow.string())})
-    with replacing(output := tmp_path / f"out.{suffix}", {"predicted_label": str}) as writer:
-        writer.write(table, {"predicted_label": ["x", None]}, {})
-    assert "a\ufffd" in output.read_text(encoding="utf-8")
-
-
 def test_unusable_rows_stay_without_a_prediction_and_are_named(
     classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

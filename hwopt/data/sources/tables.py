@@ -76,7 +76,7 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
             )
         non_strings = rows.non_strings.get(name, {})
         texts = []
-        for row, text in enumerate(string_values(column, rows, name)):
+        for row, text in enumerate(column.to_pylist()):
             if text is None:
                 rows.mark_bad(row, f"{name!r} has no value")
             elif row in non_strings:
@@ -89,23 +89,6 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
         if not any(cell.strip() for cell in cells):
             rows.mark_bad(row, "has no text")
     return found
-
-
-def string_values(column: pa.ChunkedArray, rows: Rows, name: str) -> list[str | None]:
-    """The values of a string column. Values that are not UTF-8, which parquet allows, are marked as bad rows."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        import pyarrow as pa
-
-        found: list[str | None] = []
-        for row, raw in enumerate(column.cast(values_type(column.type)).cast(pa.large_binary()).to_pylist()):
-            text = None if raw is None else raw.decode("utf-8", "surrogateescape")
-            if text is not None and (invalid := INVALID_BYTE.search(text)):
-                rows.mark_bad(row, f"{name!r} {undecodable(invalid)}")
-                text = ""
-            found.append(text)
-        return found
 
 
 def find_column(table: pa.Table, name: str, source: str, key: str = "data.text") -> pa.ChunkedArray:
@@ -179,6 +162,8 @@ def read_parquet(path: Path) -> pa.Table:
 
     try:
         with path.open("rb") as file:
-            return pyarrow.parquet.read_table(file)
+            table = pyarrow.parquet.read_table(file)
+        table.validate(full=True)  # finds strings that are not UTF-8
+        return table
     except pa.ArrowException as error:
         raise DataError(f"{path}: is not a valid parquet file: {first_line(error)}") from error
