@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from hwopt.data.sources.location import EXTENSIONS, configured
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.errors import DataError, is_gated
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients
-from hwopt.text import first_line, listing, nearest
+from hwopt.text import cut, first_line, listing, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,32 +49,21 @@ def read_dataset(source: str, split: str, options: ReadOptions) -> pa.Table:
             found = datasets.load_dataset(name, configuration, split=split, streaming=options.streaming, **again)
             return first_streamed(found, options.max_rows) if options.streaming else to_arrow(found)
     except Exception as error:  # the hub client, the network and datasets each raise their own
-        refuse_names(source, split, str(error), error)
         if is_gated(error):
             raise DataError(
                 f"{source}: is gated. Accept its terms on its hub page, then log in: `hf auth login` (or set HF_TOKEN)."
             ) from error
-        if local:
-            raise DataError(f"{source}: `datasets` cannot read it: {first_line(error.__cause__ or error)}") from error
+        if local or isinstance(error, ValueError):  # a ValueError names the known configurations or splits
+            said = cut(" ".join(str(error.__cause__ or error).split()), 300)
+            raise DataError(
+                f"{source}: `datasets` cannot read it (split {split!r}): {said}. Name a configuration as NAME:CONFIGURATION, and "
+                "a split with data.split, data.eval_split or data.test_split"
+            ) from error
         near = nearest(source, [file.name for file in Path().iterdir()])
         raise DataError(
             f"{source}: no such file or folder, and no such hub data set (split {split!r}): "
             f"{first_line(error)}.{near} Give a file ({listing(EXTENSIONS)}), a `datasets` folder or a hub name"
         ) from error
-
-
-def refuse_names(source: str, split: str, message: str, error: Exception) -> None:
-    """Raise DataError if `message` of `datasets` says that the configuration or the split does not exist."""
-    name, configuration = configured(source)
-    listed = re.search(r"\[(.*?)\]", message, re.DOTALL)
-    known = re.findall(r"'([^']*)'", listed[1]) if listed else []
-    several = f"has several configurations; name one, such as {name}:{(known or ['NAME'])[0]}."
-    no_split = f"has no split {split!r}.{nearest(split, known)}"
-    no_configuration = f"has no configuration {configuration!r}.{nearest(configuration or '', known)}"
-    texts = {"Config name is missing": several, "BuilderConfig ": no_configuration}
-    for start, text in {**texts, "Unknown split": no_split, "Bad split": no_split}.items():
-        if message.startswith(start):
-            raise DataError(f"{source}: {text} It has: {listing(known)}") from error
 
 
 def first_streamed(dataset: Any, rows: int | None) -> pa.Table:

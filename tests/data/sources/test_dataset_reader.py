@@ -64,9 +64,9 @@ def test_file_that_changed_is_read_again(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("configuration", "split", "message"),
     [
-        ("", None, r"clone: has several configurations; name one, such as .*clone:first\. It has: first, second"),
-        (":frist", None, r"clone:frist: has no configuration 'frist'\. Did you mean 'first'\? It has: first, second"),
-        (":first", "tset", r"clone:first: has no split 'tset'\. Did you mean 'test'\? It has: train, test"),
+        ("", None, r"clone: .*Config name is missing.*\['first', 'second'\].*NAME:CONFIGURATION"),
+        (":frist", None, r"clone:frist: .*'frist' not found.*\['first', 'second'\]"),
+        (":first", "tset", r"clone:first: .*split.*tset.*\['train', 'test'\].*data\.split"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
@@ -80,7 +80,7 @@ def test_wrong_configuration_or_split_lists_the_known_ones(
 def test_streaming_reads_the_first_rows_and_does_not_open_the_other_files(clone: Path) -> None:
     (clone / "first" / "1.jsonl").write_text("this is not JSON\n")
     assert texts(f"{clone}:first", streaming=True, max_rows=4) == [f"first/0 {number}" for number in range(4)]
-    with pytest.raises(DataError, match=r"clone:first: `datasets` cannot read it: "):
+    with pytest.raises(DataError, match=r"clone:first: `datasets` cannot read it "):
         texts(f"{clone}:first", max_rows=4)
 
 
