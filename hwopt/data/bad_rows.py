@@ -88,17 +88,14 @@ class BadRows:
         self.several = several
         self.source, self.unit, self.strict, self.max_fraction = source, unit, strict, max_fraction
         self.reasons: dict[int, str] = {}
-        self.cells: dict[int, Mapping[str, Any]] = {}
-        """The cells of bad rows that were split into columns but could not be decoded, by number and column."""
         self.hint: Callable[[], str] | None = None
-        """Returns a sentence that says how to read the undecodable rows."""
+        """Returns a sentence that says how to read the rows that could not be decoded, if there are any."""
         self.good: Sequence[int] = ()
         """The usable rows at the last `check`."""
 
-    def add(self, number: int, reason: str, cells: Mapping[str, Any] | None = None) -> None:
-        """Record a bad row, with its `cells` if it could not be decoded. The first `reason` given for a row is kept."""
-        if cells is not None:
-            self.cells[number] = cells
+    def add(self, number: int, reason: str, hint: Callable[[], str] | None = None) -> None:
+        """Record a bad row, with a `hint` if it could not be decoded. The first `reason` given for a row is kept."""
+        self.hint = self.hint or hint
         if self.strict:
             raise DataError(f"{self.place(number)}: {reason}. {self.advice('Fix or remove it')}, or set data.on_bad_row = 'skip'")
         self.reasons.setdefault(number, reason)
@@ -114,11 +111,10 @@ class BadRows:
     def forget_after(self, last: int) -> None:
         """Remove the bad rows after the row `last`, which are not read."""
         self.reasons = {number: reason for number, reason in self.reasons.items() if number <= last}
-        self.cells = {number: cells for number, cells in self.cells.items() if number <= last}
 
     def advice(self, otherwise: str) -> str:
         """How to make the rows usable: the hint if some could not be decoded."""
-        return self.hint() if self.cells and self.hint is not None else otherwise
+        return otherwise if self.hint is None else self.hint()
 
     def check(self, usable: Sequence[int]) -> None:
         """Raise DataError if too many rows are bad, all or too many consecutive ones. `usable`: numbers of the usable rows."""

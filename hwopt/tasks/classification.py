@@ -18,7 +18,6 @@ from hwopt.tasks.base import Task
 from hwopt.tasks.labels import (
     imbalance,
     label_order,
-    label_text,
     label_weights,
     one_label_column,
     read_labels,
@@ -106,7 +105,7 @@ class Classification(Classes):
         name = one_label_column(job)
         labels = read_labels(rows, name)
         if rows.bad_rows.max_fraction is None:
-            refuse_lost_labels(rows, name, labels, rows.usable())
+            refuse_lost_labels(rows, labels, rows.usable())
         return labels
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
@@ -166,14 +165,11 @@ class Classification(Classes):
         return ClassMetrics(prepared.label_names or (), device)
 
 
-def refuse_lost_labels(rows: Rows, name: str, labels: Sequence[str], usable: Sequence[int]) -> None:
-    """Raise DataError if a label of the column `name` occurs only in rows that cannot be used. `labels`: one per table row."""
+def refuse_lost_labels(rows: Rows, labels: Sequence[str], usable: Sequence[int]) -> None:
+    """Raise DataError if a label occurs only in rows that cannot be used. `labels`: one per table row."""
     used = set(usable)
     known = {labels[row] for row in used}
     lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)
-    undecodable = Counter(label_text(cells[name]) for cells in rows.bad_rows.cells.values() if cells.get(name) not in (None, ""))
-    # one damaged byte in a label makes a label that is not a class; the same damage in two rows is the encoding
-    lost += Counter({label: n for label, n in undecodable.items() if label not in known and (n > 1 or "\ufffd" not in label)})
     if lost:
         found = listing([f"{truncate(label)} ({count:,} x)" for label, count in sorted(lost.items())])
         raise DataError(

@@ -182,20 +182,6 @@ def test_label_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"this label occurs only in rows that cannot be used: 'c' \(1 x\)"):
         prepare(str(tmp_path / "a.csv"), tmp_path, max_bad_rows=None)
     assert prepare(str(tmp_path / "a.csv"), tmp_path, max_bad_rows=0.05).label_names == ("a", "b")
-    rare = [("Alles gut", "gut"), ("Nicht gut", "schlecht")] * 50 + [("Ein Satz", "öde")] * 2
-    (tmp_path / "b.csv").write_bytes("\n".join(["text,label", *map(",".join, rare)]).encode("cp1252"))
-    with pytest.raises(DataError, match=r"only in rows that cannot be used: '\ufffdde' \(2 x\).* cp1252"):
-        prepare(str(tmp_path / "b.csv"), tmp_path, max_bad_rows=None)
-
-
-def test_typed_labels_of_undecodable_rows_are_those_of_the_others(tmp_path: Path) -> None:
-    """true and 1.0 of JSON have no other spelling there."""
-    for name, values in (("a", ("true", "false")), ("b", ("1.0", "2"))):
-        rows = [f'{{"text": "row", "label": {values[number % 2]}}}' for number in range(80)]
-        spoiled = f'{{"text": "caf\xe9", "label": {values[0]}}}'
-        (tmp_path / f"{name}.jsonl").write_bytes("\n".join([*rows, spoiled, spoiled]).encode("latin-1"))
-        found = prepare(str(tmp_path / f"{name}.jsonl"), tmp_path, max_bad_rows=None, label="label")
-        assert len(found.train) == 80
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])

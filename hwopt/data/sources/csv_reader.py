@@ -6,12 +6,13 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import ReadOptions, Rows
-from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
 from hwopt.text import truncate
 
@@ -50,9 +51,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
                 raise DataError(f"{path}:{number}: the header has an unclosed quote")
             names = cells
         elif invalid:
-            whole = cells is not None and len(cells) == len(names)
-            found = dict(zip(names, map(replace_invalid, cells or ()), strict=True)) if whole else None
-            bad_rows.add(number, undecodable(invalid, options.encoding), found)
+            bad_rows.add(number, undecodable(invalid, options.encoding), partial(encoding_hint, path))
         elif cells is None:
             bad_rows.add(number, f"has an unclosed quote, or a quote inside a cell: {truncate(raw.strip())}")
         elif len(cells) != len(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.column_types import holds_objects
 from hwopt.data.sources.rows import Rows
-from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, replace_invalid, undecodable
+from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
 from hwopt.text import first_line, truncate
 
@@ -30,7 +31,7 @@ def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
         if len(start) == 1 or isinstance(json_object(first), str):
             start += lines
             refuse_whole_object(path, "".join(start))
-        found = read_objects(enumerate(chain(start, lines), number), bad_rows)
+        found = read_objects(path, enumerate(chain(start, lines), number), bad_rows)
     numbers, rows = [number for number, _ in found], [row for _, row in found]
     table, non_strings = to_table(rows)
     return Rows(table, Places(str(path), bad_rows.unit, numbers), bad_rows, non_strings)
@@ -54,16 +55,15 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict
     return found
 
 
-def read_objects(lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
     """(line number, row) of each object of a file with one JSON object per line."""
     found = []
     for number, line in lines:
         if not line.strip():
             continue
-        row = json_object(replace_invalid(line))
         if invalid := INVALID_BYTE.search(line):
-            bad_rows.add(number, undecodable(invalid), None if isinstance(row, str) else row)
-        elif isinstance(row, str):
+            bad_rows.add(number, undecodable(invalid), partial(encoding_hint, path))
+        elif isinstance(row := json_object(line), str):
             bad_rows.add(number, row)
         else:
             found.append((number, row))

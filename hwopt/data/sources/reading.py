@@ -134,8 +134,7 @@ def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
     bad_rows = BadRows(source, "row", first.strict, first.max_fraction, origins)
     for start, rows in zip(starts, parts, strict=True):
         bad_rows.reasons |= {start + number: reason for number, reason in rows.bad_rows.reasons.items()}
-        bad_rows.cells |= {start + number: cells for number, cells in rows.bad_rows.cells.items()}
-        bad_rows.hint = bad_rows.hint or (rows.bad_rows.hint if rows.bad_rows.cells else None)
+        bad_rows.hint = bad_rows.hint or rows.bad_rows.hint
     places = Places(source, "row", numbers, origins, mixed)
     documents = all(rows.documents for rows in parts)
     return Rows(table, places, bad_rows, non_strings, documents, tuple(note for rows in parts for note in rows.notes))

@@ -127,7 +127,6 @@ def read_file(path: Path, options: ReadOptions) -> Rows:
         if suffix == ".txt":
             return read_document(path, options)
         bad_rows = BadRows(str(path), "line", options.strict, options.max_bad_rows)
-        bad_rows.hint = partial(encoding_hint, path)
         lines = read_lines(path, options.encoding)
         if suffix in (".csv", ".tsv"):
             return read_delimited(path, lines, bad_rows, options, quoted=suffix == ".csv" or options.delimiter is not None)
@@ -143,11 +142,10 @@ def read_document(path: Path, options: ReadOptions) -> Rows:
     import pyarrow as pa
 
     bad_rows = BadRows(str(path), "row", options.strict, options.max_bad_rows)
-    bad_rows.hint = partial(encoding_hint, path)
     text = "".join(read_lines(path, options.encoding)) if path.stat().st_size else ""
     if invalid := INVALID_BYTE.search(text):
         line = text.count("\n", 0, invalid.start()) + 1
-        bad_rows.add(1, f"{undecodable(invalid, options.encoding)}: line {line}", {})
+        bad_rows.add(1, f"{undecodable(invalid, options.encoding)}: line {line}", partial(encoding_hint, path))
     elif not text.strip():
         bad_rows.add(1, "has no text")
     texts = [] if bad_rows.reasons else [text]

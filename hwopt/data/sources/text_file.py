@@ -54,11 +54,6 @@ def undecodable(invalid: re.Match[str], encoding: str | None = None) -> str:
     return f"is not {encoding or 'UTF-8'} (byte {ord(invalid.group()) - 0xDC00:#04x})"
 
 
-def replace_invalid(text: str) -> str:
-    """`text` with U+FFFD for every byte that is not valid."""
-    return INVALID_BYTE.sub("\ufffd", text)
-
-
 def refuse_misread(path: Path, encoding: str) -> None:
     """Raise DataError if an encoding of single bytes such as cp1252, in which every file can be read, is given for UTF-8."""
     single_bytes = len(bytes(range(256)).decode(encoding, "replace")) == 256
