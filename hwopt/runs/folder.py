@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from hwopt.text import truncate
 
 LOCK = ".lock"
 OWNER = ".owner.json"
-WINDOWS_DEVICES = re.compile(r"CON|PRN|AUX|NUL|COM\d|LPT\d", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,8 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
 
 
 def refuse_bad_name(name: str) -> None:
-    """Raise InputError if `name` is not a folder name that every operating system accepts."""
-    plain = unicodedata.normalize("NFKC", name)  # some file systems read a full-width "／" as a slash
-    valid = plain.isprintable() and not re.search(r'[<>:"/\\|?*]', plain) and plain.strip(" .") == plain
-    valid = valid and name.isprintable() and 0 < len(name.encode()) <= 120
-    if not valid or plain.startswith(("-", "~")) or WINDOWS_DEVICES.fullmatch(plain.split(".")[0].strip()):
+    """Raise InputError if `name` is not a plain folder name."""
+    if not re.fullmatch(r"\w([\w .-]{0,118}\w)?", name):
         raise InputError(
             f"--name {truncate(name)}: not a valid folder name. Use letters, digits, '-', '_' and '.', without '/' or '..'"
         )
