@@ -36,6 +36,7 @@ class CardVariant(Table):
     match: tuple[str, ...] = Field(min_length=1)
     """Parts of the device name that CUDA reports, in whole words."""
     multiprocessors: Count | None = None
+    """Streaming multiprocessors, on which the memory of some kernels depends."""
     memory_bandwidth_gbps: Positive | None = None
     """None if the vendor does not state it, or if it differs between machines (laptops); then times are not predicted."""
     dense_tflops: DenseTflops = DenseTflops()
@@ -48,20 +49,15 @@ class KnownCard(CardVariant):
     """As CUDA reports it; only for cards that exist with several sizes."""
 
 
-class Card(Table):
+class Card(CardVariant):
     """The vendor's figures for the card. Memory and capability that the machine reports win over them."""
 
     match: tuple[str, ...] = ()
-    """Parts of the device name that CUDA reports, in whole words."""
     memory_gib: Positive | None = None
     """Total memory as CUDA reports it, which is less than the vendor states."""
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
     amd: str | None = Field(default=None, pattern=r"^gfx[0-9a-f]+$")
     """The instruction set of an AMD GPU, which has no compute capability."""
-    multiprocessors: Count | None = None
-    """Streaming multiprocessors, on which the memory of some kernels depends."""
-    memory_bandwidth_gbps: Positive | None = None
-    dense_tflops: DenseTflops = DenseTflops()
     variants: tuple[CardVariant, ...] = ()
     """Other cards that this profile serves. The longest name that matches wins."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -230,8 +229,6 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     kind = path_kind(path, "JOB")
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
-    if kind == "missing" and path.is_symlink():
-        raise InputError(f"{path}: is a broken symlink to {truncate(os.readlink(path))}; correct or remove it")
     if kind == "missing":
         raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
     if path.suffix.lower() in DATA_EXTENSIONS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import warnings
 from collections import Counter
@@ -14,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hwopt.errors import InputError
+from hwopt.errors import InputError, StorageError
 from hwopt.model.packing import packing_problem, skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
+from hwopt.system.atomic_folder import write_json
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -152,11 +152,9 @@ def model_facts(
             return ModelFacts(**json.loads(path.read_text(encoding="utf-8")))
     facts = _inspect_model(config, head, name, cls or model_class(config, head))
     if path:
-        with contextlib.suppress(OSError):  # computing facts is fast; the token store reports a cache that is not writable
+        with contextlib.suppress(OSError, StorageError):  # the token store reports a cache that is not writable
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_suffix(f".{os.getpid()}")  # several ranks may write at the same time
-            staged.write_text(json.dumps(asdict(facts)), encoding="utf-8")
-            staged.replace(path)
+            write_json(path, asdict(facts))
     return facts
 
 

@@ -124,17 +124,10 @@ def refuse_other_folders(path: Path) -> None:
 
 
 def files_hint(folder: Path) -> str:
-    """What to give instead of `folder`: the files of a kind in it, or in its subfolders, or one of them."""
-    for pattern, below in (("", "*"), ("**", "*/*")):
-        files = [
-            path for path in sorted(folder.glob(below)) if path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
-        ]
-        if len(files) == 1:
-            return f"; give its file: {str(files[0])!r}"
-        if kinds := Counter(path.suffix for path in files).most_common(3):
-            globs = [f"{str(folder / pattern / f'*{suffix}')!r} ({n:,} file{'s' * (n > 1)})" for suffix, n in kinds]
-            return "; give its files: " + " or ".join(globs)
-    return ""
+    """What to give instead of `folder`: the globs of its files, by extension."""
+    suffixes = Counter(path.suffix for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    globs = [f"{str(folder / '**' / f'*{suffix}')!r} ({n:,} file{'s' * (n > 1)})" for suffix, n in suffixes.most_common(3)]
+    return "; give its files: " + " or ".join(globs) if globs else ""
 
 
 def refuse_other_files(path: Path, format: str | None = None) -> None:
