@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -31,11 +32,15 @@ from socket import socketpair
 from types import TracebackType
 from typing import IO
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's prctl(2)."""
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0
 """Time for the imports of a new server."""
+BLOCKED_FACTOR = 10
+"""A request that uses no CPU is killed after so many times its limit of CPU time."""
 START_UP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"
@@ -81,8 +86,11 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         """Whether the server runs, and belongs to this process rather than to the one that it was forked from."""
         return self.owner == os.getpid() and not self.connection.closed and self.process.poll() is None
 
-    def ask(self, request: bytes, limit_s: float) -> Reply | None:
-        """How `request` ended, or None if it was killed after `limit_s` seconds. Raises ServerEnded."""
+    def ask(self, request: bytes, limit_s: float, cpu_time: bool = False) -> Reply | None:
+        """How `request` ended, or None if it was killed after `limit_s` seconds. Raises ServerEnded.
+
+        With `cpu_time` these are seconds of CPU time: a loaded machine may take up to BLOCKED_FACTOR times as long.
+        """
         try:
             self.connection.send_bytes(request)
             if not self.connection.poll(START_SECONDS + limit_s):
@@ -90,7 +98,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                 return None
             pid = int(self.connection.recv_bytes())
             try:
-                within = self.connection.poll(limit_s)
+                within = self.answers_within(pid, limit_s) if cpu_time else self.connection.poll(limit_s)
             except BaseException:
                 kill_session(pid)
                 raise
@@ -103,6 +111,14 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         except BaseException:  # the answer would be that of the next request
             self.close()
             raise
+
+    def answers_within(self, pid: int, limit_s: float) -> bool:
+        """Whether the fork `pid` answers before it and its children have used `limit_s` seconds of CPU time."""
+        deadline = time.monotonic() + BLOCKED_FACTOR * limit_s
+        while not self.connection.poll(min(1.0, limit_s)):
+            if cpu_seconds(pid) > limit_s or time.monotonic() > deadline:
+                return False
+        return True
 
     def last_error(self) -> str:
         """Why the server ended: the last line of its standard error, else its exit code."""
@@ -228,6 +244,17 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 # Processes that end together
+
+
+def cpu_seconds(leader: int) -> float:
+    """The CPU time of the process `leader` and of all that it started."""
+    found = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(leader)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                found += sum(each.cpu_times()[:4])  # its own and that of children that ended, in user and system mode
+    return found
 
 
 def kill_session(leader: int) -> None:

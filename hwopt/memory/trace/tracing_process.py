@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hwopt.memory.trace.timeline import Timeline
     from hwopt.planning.plan import Plan
 
-LIMIT_SECONDS = 1_800.0
-"""Of a request; a plan takes seconds, and much longer on a loaded machine."""
+CPU_SECONDS = 600.0
+"""The most CPU time of a request, of all its processes together."""
 IDLE_SECONDS = 60.0
 """The server ends when no request comes for so long."""
 
@@ -110,14 +110,14 @@ def ask(request: bytes) -> Any:
     with _lock:
         for attempt in (1, 2):
             try:
-                reply = running_server().ask(request, LIMIT_SECONDS)
+                reply = running_server().ask(request, CPU_SECONDS, cpu_time=True)
             except ServerEnded as error:  # perhaps because no request came for a while
                 close()
                 if attempt == 2:
                     raise NotTraceable(f"the tracing process ended: {error}") from None
                 continue
             if reply is None:
-                raise NotTraceable(f"tracing took more than {LIMIT_SECONDS:g} seconds")
+                raise NotTraceable(f"tracing took more than {CPU_SECONDS:g} seconds of CPU time")
             if reply.exit_code:
                 raise NotTraceable(f"the tracing process died with exit code {reply.exit_code}")
             return pickle.loads(reply.answer)
