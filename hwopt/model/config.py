@@ -85,8 +85,8 @@ def refuse_kernels(content: Mapping[str, Any], where: str) -> None:
     for key, value in content.items():
         if isinstance(value, dict):
             refuse_kernels(value, where)
-        if "implementation" in key and "/" in str(value):
-            raise InputError(f"{where}: {cut(key)}: {truncate(value)} would download and run code from the hub; remove it")
+        if "implementation" in str(key) and "/" in str(value):
+            raise InputError(f"{where}: {cut(str(key))}: {truncate(value)} would download and run code from the hub; remove it")
 
 
 def load_error_message(name: str, error: Exception) -> str:
