@@ -42,11 +42,11 @@ def path_kind(path: Path, where: str = "", error: type[HwoptError] = InputError)
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
 
 
-def read_regular_file(path: Path, max_bytes: int, where: str = "") -> bytes:
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """The bytes of a regular file of at most `max_bytes`. Raises InputError for anything else."""
-    if (kind := path_kind(path, where)) != "file":
+    if (kind := path_kind(path)) != "file":
         what = {"missing": "no such file", "folder": "is a folder; give a file"}.get(kind, "is not a regular file")
-        raise InputError(f"{where + ' ' if where else ''}{path}: {what}")
+        raise InputError(f"{path}: {what}")
     try:
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)

@@ -71,26 +71,12 @@ def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows
 
 
 def refuse_whole_object(path: Path, text: str) -> None:
-    """Raise DataError if `text` is one JSON object over several lines, or with rows or columns inside it."""
-    whole = json_object(text)
-    if isinstance(whole, str):
-        return
-    inside = [len(value) for value in whole.values() if isinstance(value, list) and is_rows(value)]
-    columns = list(whole.values()) if len(whole) > 1 else []
-    together = all(isinstance(value, dict) for value in columns) or (
-        all(isinstance(value, list) for value in columns) and len({len(value) for value in columns}) == 1 < len(columns[0])
-    )
-    if "\n" in text.strip() or inside or (columns and together):
-        found = f" with {max(inside):,} rows inside" if inside else ""
+    """Raise DataError if `text` is one JSON object over several lines."""
+    if "\n" in text.strip() and isinstance(json_object(text), dict):
         raise DataError(
-            f"{path}: is one object{found}; hwopt reads a list of objects, or one object per line. Save the rows as such a "
-            'file; with pandas: to_json(orient="records", lines=True)'
+            f"{path}: is one object; hwopt reads a list of objects, or one object per line. Save the rows as such a file; with "
+            'pandas: to_json(orient="records", lines=True)'
         )
-
-
-def is_rows(values: list[Any]) -> bool:
-    """Whether a list has several objects that are not messages."""
-    return len(values) > 1 and all(isinstance(each, dict) and not {"role", "from"} & set(each) for each in values)
 
 
 def json_object(text: str) -> dict[str, Any] | str:

@@ -91,18 +91,9 @@ def test_configuration_follows_the_last_colon(tmp_path: Path, monkeypatch: pytes
     assert configured(r"C:\data\train") == (r"C:\data\train", None)
 
 
-@pytest.mark.parametrize(
-    ("content", "indent", "message"),
-    [
-        ({"version": "1.0", "rows": ROWS}, None, "is one object with 2 rows inside; .* Save the rows"),
-        ({"text": ["a", "b"], "label": [0, 1]}, None, r"is one object; hwopt reads a list of objects.*to_json\(orient="),
-        ({"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}, None, "is one object; "),
-        (ROWS[0], 2, "is one object; "),
-    ],
-)
-def test_json_of_another_shape_is_refused(tmp_path: Path, content: Any, indent: int | None, message: str) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
-    with pytest.raises(DataError, match=rf"a\.json: {message}"):
+def test_json_object_over_several_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1.0", "rows": ROWS}, indent=2))
+    with pytest.raises(DataError, match=r"a\.json: is one object; hwopt reads a list of objects.*to_json\(orient="):
         read_rows(str(tmp_path / "a.json"))
 
 
