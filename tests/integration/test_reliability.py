@@ -102,17 +102,6 @@ def test_signal_saves_the_run(work: Work, undisturbed: Path, run_seconds: float,
     figures("SIGTERM/SIGINT at random moments", f"{sent} of {sent} on one rank saved the current step, exit 143/130")
 
 
-def test_suspended_run_is_not_a_hang(work: Work, undisturbed: Path) -> None:
-    """A suspension (Ctrl-Z, a frozen container) may last longer than training.hang_timeout."""
-    (pid,) = work.started("stopped", "--set", "training.hang_timeout=2")
-    until((work.run("stopped") / "metrics.jsonl").exists)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)
-    os.kill(pid, signal.SIGCONT)
-    assert wait_for_exit(pid) == 0
-    assert work.bits(work.run("stopped")) == work.bits(undisturbed)
-
-
 def at_disk_change(call: int, action: Callable[[], None], counted: Any = None) -> None:
     """Call `action` at the `call`-th disk operation of the writer thread. The file `counted` gets the number of operations."""
     made = 0

@@ -1,14 +1,11 @@
-"""Folders are complete or absent, whichever operation of a write is the first that fails."""
+"""Corrupt folders are found, a failed write says what to do. `integration/test_reliability.py` fails each operation of a save."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,21 +14,16 @@ from hypothesis import strategies as st
 from hwopt.errors import StorageError, exit_code_of, is_disk_full
 from hwopt.plugin.guard import raise_plugin_error
 from hwopt.system import atomic_folder as storage
-from hwopt.system.atomic_folder import MANIFEST, find_corruption, repair_interrupted_write, staged, write_json
+from hwopt.system.atomic_folder import MANIFEST, find_corruption, staged, write_json
 
 FILES = {"model.safetensors": b"weights" * 500, "config.json": b"{}", "adapter/adapter.safetensors": b"more" * 100, "empty": b""}
 
 
-def write(target: Path, mark: bytes = b"") -> None:
+def write(target: Path) -> None:
     with staged(target, 0) as folder:
         for name, content in FILES.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(content + mark)
-
-
-def mark_of(target: Path) -> bytes:
-    assert find_corruption(target) == ""
-    return (target / "config.json").read_bytes().removeprefix(FILES["config.json"])
+            (folder / name).write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -74,40 +66,6 @@ def test_missing_extra_and_invalid_files_are_named(name: str, content: bytes | N
     if content is not None:
         path.write_bytes(content)
     assert why in find_corruption(tmp_path / "folder")
-
-
-def failing(call: int, error: OSError, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make the `call`-th disk operation and all later ones raise `error`. Returns a counter."""
-    counted = [0]
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*arguments: Any, **options: Any) -> Any:
-            counted[0] += 1
-            if counted[0] >= call:
-                raise error
-            return original(*arguments, **options)
-
-        return operation
-
-    for name in ("fsync", "rename", "mkdir", "open"):
-        monkeypatch.setattr(storage.os, name, wrapped(getattr(os, name)))
-    return counted
-
-
-def test_disk_failing_at_any_call_keeps_the_folder(tmp_path: Path) -> None:
-    for call in range(1, 100):
-        target = tmp_path / str(call) / "checkpoint-1"
-        write(target, b"old")
-        with pytest.MonkeyPatch.context() as patched:
-            counted = failing(call, OSError(28, "No space left on device"), patched)
-            with suppress(StorageError):
-                write(target, b"new")
-        repair_interrupted_write(target)
-        assert mark_of(target) in (b"old", b"new")
-        if counted[0] < call:
-            assert mark_of(target) == b"new"
-            return
-    pytest.fail("the write still failed at call 99")
 
 
 def test_json_is_written_completely_or_not_at_all(tmp_path: Path) -> None:

@@ -91,26 +91,6 @@ def test_metrics_of_no_samples_are_nan(metrics: Any) -> None:
     assert metrics.details() == {"classes": [{"label": "PER", "precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0}]}
 
 
-class FailsOnce(ClassMetrics):
-    """Runs out of memory at the first micro-batch, while its predictions are read."""
-
-    failed = False
-
-    def _pair(self, outputs: object, targets: torch.Tensor) -> torch.Tensor:
-        if not self.failed:
-            self.failed = True
-            raise torch.OutOfMemoryError
-        return super()._pair(outputs, targets)
-
-
-def test_micro_batch_that_ran_out_of_memory_is_counted_once() -> None:
-    metrics, given, targets = FailsOnce("ab", "cpu"), outputs(torch.eye(2)), torch.tensor([0, 0])
-    with pytest.raises(torch.OutOfMemoryError):
-        metrics.update(given, targets, torch.tensor(3.0), 2)
-    metrics.update(given, targets, torch.tensor(3.0), 2)
-    assert metrics.compute() == {"loss": 1.5, "accuracy": 0.5, "f1": pytest.approx(1 / 3), "f1_binary": 0.0}
-
-
 @pytest.mark.parametrize("targets", [1, 3])
 def test_regression_metrics_of_batches_are_those_of_each_target(targets: int) -> None:
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from hwopt.data.batches.step_batch import Step
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import read_rows
 from hwopt.data.stores.image_store import ImageStore, image_store
-from hwopt.data.stores.images import AREA, ImageTransform, new_processor, random_crop
+from hwopt.data.stores.images import ImageTransform, new_processor, random_crop
 from hwopt.errors import DataError, InputError
 
 VIT = ViTConfig(image_size=16, patch_size=8)
@@ -147,13 +147,6 @@ def test_crop_lies_in_the_image(width: int, height: int, seed: int) -> None:
     assert 0 <= upper < lower <= height
 
 
-def test_area_of_crops_is_in_the_range() -> None:
-    boxes = [random_crop(100, 80, np.random.default_rng(seed)) for seed in range(200)]
-    areas = [(right - left) * (lower - upper) / 8000 for left, upper, right, lower in boxes]
-    assert AREA[0] - 0.02 < min(areas) < 0.2
-    assert max(areas) > 0.8
-
-
 @pytest.mark.parametrize("config", [VIT, ConvNextConfig(image_size=32), CvtConfig()], ids=lambda config: config.model_type)
 def test_new_processor_makes_images_of_the_models_size(config: Any) -> None:
     size = getattr(config, "image_size", 384)
@@ -185,12 +178,11 @@ def test_image_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     photos(tmp_path, *names)
     (tmp_path / "cat" / "2.png").write_bytes(b"no image")
     (tmp_path / "dog" / "4.png").unlink()
-    os.mkfifo(tmp_path / "dog" / "4.png")
     found = images_in(tmp_path, *names)
     store = store_of(found, transform(), tmp_path / "cache")
     assert store.meta["left_out"] == [
         [1, f"is not an image that Pillow can read: {tmp_path / 'cat' / '2.png'}"],
-        [3, f"is not a regular file: {tmp_path / 'dog' / '4.png'}"],
+        [3, f"does not exist: {tmp_path / 'dog' / '4.png'}"],
     ]
     assert len(store) == 2
     assert store.array("labels").tolist() == [0, 1]

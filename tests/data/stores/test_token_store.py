@@ -109,13 +109,3 @@ def test_failed_cache_write_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot write the cache \(No space left on device\); set HWOPT_CACHE"):
         write_cache_folder(tmp_path / "cache" / "s", full)
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_last_of_two_concurrent_writers_wins(tmp_path: Path) -> None:
-    def slow(staged: Path) -> None:
-        write_cache_folder(tmp_path / "s", lambda other: (other / "a").write_text("first") and None)
-        (staged / "a").write_text("second")
-
-    write_cache_folder(tmp_path / "s", slow)
-    assert (tmp_path / "s" / "a").read_text() == "second"
-    assert [file.name for file in tmp_path.iterdir()] == ["s"]
