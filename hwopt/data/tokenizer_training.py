@@ -23,7 +23,6 @@ from hwopt.data.stores.store import write_cache_folder
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer import uses_token_types
 from hwopt.errors import InputError
-from hwopt.system.cache import is_cached
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,15 +85,17 @@ def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, 
     if size < least:
         raise InputError(f"model.config.vocab_size: {size} is too small to train a tokenizer; set at least {least}")
     folder = cache / "tokenizers" / fingerprint([FORMAT, size, decoder, uses_token_types(config)], list(texts))
-    if not is_cached(folder / "tokenizer_config.json"):
+
+    def write(staged: Path) -> None:
         trained = train_bpe(texts, size) if decoder else train_wordpiece(texts, size)
         roles = ("eos_token", "pad_token") if decoder else ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
         special = dict(zip(roles, DECODER_TOKENS if decoder else ENCODER_TOKENS, strict=True))
         inputs = ["input_ids", *(["token_type_ids"] if uses_token_types(config) else []), "attention_mask"]
-        made = PreTrainedTokenizerFast(
+        PreTrainedTokenizerFast(
             tokenizer_object=trained, model_input_names=inputs, clean_up_tokenization_spaces=False, **special
-        )
-        write_cache_folder(folder, made.save_pretrained)
+        ).save_pretrained(staged)
+
+    write_cache_folder(folder, write, done="tokenizer_config.json")
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 

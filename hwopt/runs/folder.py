@@ -19,7 +19,7 @@ from hwopt.errors import FolderInUseError, InputError, StorageError
 from hwopt.runs.status import read_object
 from hwopt.saving.reader import checkpoint_in, list_checkpoints, quarantine, read_metadata
 from hwopt.system.atomic_folder import write_json
-from hwopt.system.paths import path_kind, refuse_non_utf8
+from hwopt.system.paths import path_kind
 from hwopt.text import truncate
 
 LOCK = ".lock"
@@ -77,7 +77,6 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
     Raises InputError if the name is not valid or exists already, FolderInUseError if another process trains in the folder, and
     StorageError if the folder cannot be created.
     """
-    refuse_non_utf8(str(output_dir), "--output-dir")
     if not (existing := nearest_existing(output_dir)).is_dir():
         raise InputError(f"--output-dir {output_dir}: {existing} is a file; give a folder")
     if name is None:

@@ -98,8 +98,6 @@ def load_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise StorageError(f"{folder} has format {content['format']}, this version reads format {FORMAT}")
-        if (match := CHECKPOINT_NAME.fullmatch(folder.name)) and Checkpoint(folder, content).step != int(match[1]):
-            raise StorageError(f"{folder} holds step {content['step']}, unlike its name")
     except FileNotFoundError as error:
         raise StorageError(f"{folder} has a model, but no {STATE} to resume from") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

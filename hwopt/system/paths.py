@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +14,6 @@ from typing import Literal
 
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.text import truncate
-
-
-def refuse_non_utf8(name: str, what: str) -> None:
-    """Raise InputError for a file name that is not UTF-8: libraries in Rust and C++ cannot open it, JSON cannot store it."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        ascii_only = sys.getfilesystemencoding() != "utf-8"
-        how = "set PYTHONUTF8=1: Python decodes file names as ASCII here" if ascii_only else "use another name"
-        raise InputError(f"{what} {truncate(name)}: the name is not UTF-8; {how}") from error
-
 
 PathKind = Literal["file", "folder", "special", "missing"]
 

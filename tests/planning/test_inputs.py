@@ -143,7 +143,7 @@ def test_cache_without_permission_is_refused(locked: Path) -> None:
     config = load_config(None, TINY_BERT)
     assert model_facts(config, task_facts("text-classification"), "a model", locked / "models").parameters > 0
     assert cached_timelines(locked / "trace.npz", dict) == {}
-    with pytest.raises(StorageError, match=r"private/.*: cannot access the cache .* set HWOPT_CACHE"):
+    with pytest.raises(StorageError, match=r"private/.*: cannot write the cache .* set HWOPT_CACHE"):
         Inputs().job_or_demo(None, [], locked)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from hwopt.config.toml import Document
 from hwopt.data.stores.store import write_cache_folder
 from hwopt.errors import DataError
-from hwopt.system.cache import is_cached
 
 FORMAT = 2
 PACKAGES = 8
@@ -41,15 +40,13 @@ def demo_document(cache: Path) -> Document:
     """
     folder = cache / "demo" / f"{platform.python_implementation().lower()}-{platform.python_version()}-{FORMAT}"
     files = {name: folder / f"{name}.jsonl" for name in ("train", "eval")}
-    if not all(map(is_cached, files.values())):
-        train, held_out = demo_samples(Path(sysconfig.get_path("stdlib")))
 
-        def write(staged: Path) -> None:
-            for name, samples in (("train", train), ("eval", held_out)):
-                lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
-                (staged / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    def write(staged: Path) -> None:
+        for name, samples in zip(files, demo_samples(Path(sysconfig.get_path("stdlib"))), strict=True):
+            lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
+            (staged / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-        write_cache_folder(folder, write)
+    write_cache_folder(folder, write, done="train.jsonl")
     config = {
         "model_type": "bert",
         "hidden_size": 128,

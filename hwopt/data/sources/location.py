@@ -12,7 +12,7 @@ from typing import Literal
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
 from hwopt.data.sources.image_folder import is_image, is_image_folder, names_in
 from hwopt.errors import DataError
-from hwopt.system.paths import path_kind, refuse_non_utf8
+from hwopt.system.paths import path_kind
 from hwopt.text import listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
@@ -50,7 +50,6 @@ def expand(source: str) -> list[str]:
     """
     if not has_glob(source) or os.path.lexists(path_of(source)):
         return [source]
-    refuse_non_utf8(source, "data:")
     found = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if not os.path.isdir(path))
     if not found:
         folder = Path(os.path.dirname(GLOB.split(source)[0]))
@@ -64,7 +63,6 @@ def locate(source: str, split: str | None = None, format: str | None = None) -> 
 
     Raises DataError, with what to give instead, if `source` is of no kind.
     """
-    refuse_non_utf8(source, "data:")
     path = path_of(source)
     kind = path_kind(path, "data", DataError)
     folder = path if kind == "folder" else path_of(configured(source)[0])

@@ -51,12 +51,14 @@ class Store(Protocol):
         """The arrays of sample `index`, with its labels. `epoch` changes a sample that is augmented."""
 
 
-def write_cache_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Replace `folder` atomically by a temporary sibling folder that `write` fills. Raises StorageError if writing fails.
+def write_cache_folder(folder: Path, write: Callable[[Path], None], done: str | None = None) -> None:
+    """Replace `folder` atomically by a temporary sibling folder that `write` fills, unless it has the file `done`.
 
-    Two processes may do this at the same time, because both write the same content.
+    Two processes may do this at the same time, because both write the same content. Raises StorageError if writing fails.
     """
     try:
+        if done is not None and (folder / done).is_file():
+            return
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{folder.name}."
         with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as scratch:

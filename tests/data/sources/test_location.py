@@ -17,8 +17,7 @@ from hwopt.data.sources.location import EXTENSIONS, configured, locate
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import find_column, read_rows
 from hwopt.data.sources.text_file import likely_encoding
-from hwopt.errors import DataError, InputError
-from hwopt.system.paths import refuse_non_utf8
+from hwopt.errors import DataError
 
 ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 0}]
 CONVERSATION = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
@@ -36,12 +35,6 @@ def test_file_of_another_format_names_the_remedy(tmp_path: Path, name: str, mess
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=message):
         locate(str(tmp_path / name))
-
-
-def test_non_utf8_name_is_refused() -> None:
-    refuse_non_utf8("träin 🦜.csv", "data:")
-    with pytest.raises(InputError, match=r"data: 'a\\udcff': the name is not UTF-8; use another name"):
-        refuse_non_utf8("a\udcff", "data:")
 
 
 def test_utf8_is_not_misread_in_an_encoding_of_single_bytes(tmp_path: Path) -> None:
