@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
 from hwopt.config.job_paths import with_paths_from
 from hwopt.config.job_sources import Sources, TrainingSources
 from hwopt.config.job_training import Training
-from hwopt.config.job_values import Columns, Encoding, FrozenDict, Table, Texts, as_tuple, frozen
+from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple
 from hwopt.config.task_kinds import kinds_that_read, task_class, task_kinds
 from hwopt.config.toml import Document, parse_assignment, read_toml, with_assignments
 from hwopt.config.validation import validate
@@ -32,7 +32,7 @@ class Data(Table):
     """csv, tsv, jsonl, json, parquet or txt file, a glob, a `datasets` folder, or a hub name; a list of them; or a mixture."""
     eval: Sources | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
-    more_eval: Annotated[dict[PartName, Sources], AfterValidator(FrozenDict)] = Field(default_factory=FrozenDict)
+    more_eval: dict[PartName, Sources] = Field(default_factory=dict)
     """Name -> further data, evaluated after `eval` and logged as eval_NAME_…."""
     test: Sources | None = None
     """Evaluated once, at the end, with the weights of `final/`."""
@@ -153,7 +153,6 @@ class TaskOptions(Table):
     class_weights: Annotated[
         Literal["balanced"] | dict[str, float] | None,
         BeforeValidator(_class_weights),
-        AfterValidator(frozen),
         ChangesLoss("weight"),
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""

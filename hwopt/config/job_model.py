@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from hwopt.config.job_values import FrozenDict, Source, Table, as_tuple
+from hwopt.config.job_values import Source, Table, as_tuple
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
 
@@ -16,7 +16,7 @@ class Model(Table):
 
     name: Source | None = None
     """A hub name, or a folder made with save_pretrained()."""
-    config: Annotated[dict[str, Any], AfterValidator(FrozenDict)] | None = None
+    config: dict[str, Any] | None = None
     """Keys of the architecture's config, with `model_type`."""
     tokenizer: Source | None = None
     """A hub name or folder; default: the model's own, or one trained on the job's texts."""

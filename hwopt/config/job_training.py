@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hwopt.config.job_values import FrozenDict, Table
+from hwopt.config.job_values import Table
 from hwopt.text import listing, truncate
 
 Scheduler = Literal[
@@ -60,7 +60,7 @@ class Training(Table):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """0: no clipping."""
     lr_scheduler_type: Scheduler = "linear"
-    lr_scheduler_kwargs: Annotated[dict[str, int | float | str], AfterValidator(FrozenDict)] = Field(default_factory=FrozenDict)
+    lr_scheduler_kwargs: dict[str, int | float | str] = Field(default_factory=dict)
     """Options of the schedule, in transformers' words, such as { min_lr_rate = 0.1 }."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0)

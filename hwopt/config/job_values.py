@@ -47,20 +47,3 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1
 
 COLUMNS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 Columns = Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1), WithJsonSchema(COLUMNS_SCHEMA)]
-
-
-class FrozenDict(dict[str, Any]):
-    """A dict whose keys cannot change, so that a plugin cannot change the job that it reads."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("the job is read-only; a plugin writes into the recipe only")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
-        return FrozenDict, (dict(self),)
-
-
-def frozen(value: Any) -> Any:
-    """`value`, read-only if it is a dict."""
-    return FrozenDict(value) if isinstance(value, dict) else value

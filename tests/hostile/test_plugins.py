@@ -121,19 +121,10 @@ def writes(how: Callable[[Any], Any]) -> type[Plugin]:
     return variant(apply=lambda self, recipe, context: how(recipe))
 
 
-def changing(what: Callable[[Any], Any]) -> Callable[..., Any]:
-    def probe(self: Any, context: Any) -> Decision:
-        what(context)
-        return Decision.apply("always works")
-
-    return probe
-
-
 CLASSES: dict[str, type[Plugin]] = {
     "probe exits": variant(probe=raising(SystemExit(0))),
     "the constructor raises": variant(__init__=raising(RuntimeError("boom"))),
     "probe returns evidence": variant(probe=returning(Evidence.active("x"))),
-    "changes the job": variant(probe=changing(lambda context: context.job.model.config.update(hidden_size=64))),
     "takes out what others added": writes(lambda recipe: recipe.batch.clear()),
     "adds an unknown size": writes(lambda recipe: recipe.batch.update(no_such=8)),
     "sets a wrong hyperparameter": writes(lambda recipe: recipe.training.update(learning_rate=-1)),
