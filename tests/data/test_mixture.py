@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from task_rows import prepared_of
 
 from hwopt import api
 from hwopt.config.job import Job
-from hwopt.data.batches.samplers import StepSampler
 from hwopt.data.mixture import Mixture
 from hwopt.errors import DataError, InputError
 from hwopt.testing import (
@@ -31,7 +29,6 @@ from hwopt.testing import (
     train_tiny,
     write_samples,
 )
-from hwopt.training.randomness import shuffled
 
 
 def mixture(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
@@ -62,29 +59,6 @@ def test_epochs_draw_the_quotas_and_use_the_samples_of_a_source_equally_often(
     for source in range(len(parts)):
         own = uses[mixed.source_of == source]
         assert own.max() - own.min() <= 1
-
-
-def test_draw_depends_on_seed_and_epoch_only() -> None:
-    mixed = mixture([50, 20], [1, 1])
-    assert (mixed.drawn(1, 3) == mixed.drawn(1, 3)).all()
-    assert (mixed.drawn(1, 3) != mixed.drawn(1, 4)).any()
-    assert (mixed.drawn(1, 3) != mixed.drawn(2, 3)).any()
-
-
-def test_ranks_share_the_draws_of_each_step() -> None:
-    mixed = mixture([23, 9], [1, 3])
-    lengths = np.arange(1, 33)
-
-    def steps(rank: int, world_size: int) -> list[Any]:
-        return list(StepSampler(lengths, np.ones(32), shuffled, 5, 6, 12, rank, world_size, mixture=mixed))
-
-    alone = steps(0, 1)
-    ranks = [steps(rank, 3) for rank in range(3)]
-    for number, step in enumerate(alone):
-        shares = [rank[number].samples for rank in ranks if not rank[number].weightless]
-        assert [sample for share in shares for sample in share] == list(step.samples)
-    epoch = [sample for step in alone[:6] for sample in step.samples]
-    assert Counter(mixed.source_of[epoch].tolist()) == {0: 8, 1: 24}
 
 
 def mixed_sources(folder: Path, sizes: tuple[int, int] = (30, 10), weights: tuple[float, float] = (1, 1)) -> list[dict[str, Any]]:

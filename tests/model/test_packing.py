@@ -20,30 +20,22 @@ MAMBA = SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "m
 NUMBERS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS = SMALL | {"moe_intermediate_size": 64} | NUMBERS
 FEW = {"hidden_size": 64, "num_hidden_layers": 2}
-CONVOLUTION = ["conv", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
 DECODERS: dict[str, tuple[Mapping[str, Any], str]] = {
     "llama": (SMALL, APART),
-    "mistral": (SMALL, APART),
     "mixtral": (EXPERTS, APART),
     "qwen3": (SMALL, APART),
     "gemma3_text": (SMALL | {"head_dim": 16}, APART),
     "gpt2": ({"n_embd": 64, "n_head": 4, "n_layer": 2}, APART),
-    "gpt_neox": (SMALL, APART),
-    "cohere2": (SMALL, APART),
     "lfm2": (SMALL | {"layer_types": ["full_attention"] * 4}, APART),
-    "lfm2 with convolutions": (SMALL | {"layer_types": CONVOLUTION}, "mixes packed documents"),
     "lfm2 with a late convolution": (
         SMALL | {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 7 + ["conv"]},
         "mixes packed documents",
     ),
     "falcon_h1": (MAMBA | {"mamba_d_ssm": 128}, "mixes packed documents"),
-    "bamba": (MAMBA | {"attn_layer_indices": [1, 3]}, "mixes packed documents"),
     "qwen3_5_text": (SMALL | {"head_dim": 16, "layer_types": LINEAR}, "mixes packed documents"),
-    "recurrent_gemma": (SMALL, "mixes packed documents"),
     "gpt_oss": (EXPERTS | {"head_dim": 16}, "mixes packed documents"),
     "opt": (FEW | {"num_attention_heads": 4}, "mixes packed documents"),
-    "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "does not accept position ids"),
     "mamba": (FEW, "does not accept position ids"),
 }
 
