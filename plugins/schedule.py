@@ -42,7 +42,8 @@ class Schedule(hw.Plugin):
         for key in ("warmup_steps", "warmup_ratio"):
             value = getattr(context.job.training, key)
             if value is not None:
-                return hw.Decision.apply(f"overridden by training.{key} = {value} of the job; without it: {reason}")
+                options = self.options if value else self.options.model_copy(update={"warmup_ratio": 0.0})
+                return hw.Decision.apply(f"overridden by training.{key} = {value} of the job; without it: {reason}", options)
         return hw.Decision.apply(reason)
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
@@ -61,11 +62,9 @@ class Schedule(hw.Plugin):
             found, right = wrong[0]
             groups = f"{len(wrong)} of {len(rates)} group(s) of weights have {found:.3g}"
             return hw.Evidence.inactive(f"{seen}; {groups}, the schedule asks for {right:.3g}")
-        warmup, training = grows > 0 and factor(0) < factor(grows), run.training
-        asked = training.warmup_ratio if training.warmup_steps is None else training.warmup_steps
-        if not warmup and (not asked or training.lr_scheduler_type == "constant" or run.total_steps == 1):
-            return hw.Evidence.unknown(f"{seen}; the job has none")
-        return hw.Evidence.active(seen, warmup=warmup)
+        if len({factor(step) for step in range(run.total_steps)}) == 1:
+            return hw.Evidence.unknown(f"{seen}; this schedule has one rate")
+        return hw.Evidence.active(seen, warmup=grows > 0 and factor(0) < factor(grows))
 
     def expects(self) -> Mapping[str, Any]:
-        return {"warmup": True}
+        return {"warmup": self.options.warmup_ratio > 0}

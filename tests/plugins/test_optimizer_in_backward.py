@@ -59,7 +59,7 @@ def test_update_in_backward_equals_the_usual_one_bit_for_bit(
     evidence = next(evidence for entry, evidence in recorder.found if entry.name == "optimizer_in_backward")
     assert evidence.status == "active"
     count = len(recorder.run.engine.parameters)
-    assert f"{count} of {count} parameters were updated in the backward pass of step 1; 0 gradients were left" in evidence.seen
+    assert f"{count} of {count} parameters were updated in the backward pass of this step; 0 after it" in evidence.seen
 
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
