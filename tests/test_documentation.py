@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -139,8 +140,11 @@ RUN = [path for path in PAGES if any(map(is_run_here, read_page(path).commands))
 
 @pytest.mark.integration
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
-def test_commands_and_scripts_of_a_page_run_in_order(path: Path, documented: Path, tmp_path: Path) -> None:
+def test_commands_and_scripts_of_a_page_run_in_order(
+    path: Path, documented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page, folder = read_page(path), tmp_path / "folder"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is asked in the terminal?\n"))
     shutil.copytree(documented, folder)
     write_files_of(page, folder)
     before = [Command(page.name, 0, tuple(text.split())) for text in BEFORE.get(page.name, [])]
