@@ -109,7 +109,7 @@ def run_step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     if plan.hardware.memory_limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.memory_limit_gib * 2**30 / total))
-    print(f"measured peak {measure(plan, Shape(plan.batch.train, options.length), Head(2)).peak / 2**30:.2f} GiB")
+    print(f"measured peak {measure(plan, Shape(plan.batch.train, options.length), Head(2)).train / 2**30:.2f} GiB")
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ def test_memory_forecast_is_that_of_a_real_step(tmp_path: Path) -> None:
     memory = plan_memory(plan, tmp_path / "cache", lengths_of(plan, tmp_path / "cache"))
     assert memory.tier == "traced", memory.note
     assert memory.largest_max_length is None
-    assert memory.peak_gib * 2**30 == pytest.approx(measure(plan, Shape(8, 1), Head(2)).peak, rel=0.05, abs=8192)
+    assert memory.peak_gib * 2**30 == pytest.approx(measure(plan, Shape(8, 1), Head(2)).train, rel=0.05, abs=8192)
 
 
 def test_job_that_images_cannot_serve_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Measured tier: run the same step on real tensors on this machine's device, and read the allocator's statistics.
+"""Measured tier: run an evaluation and steps on real tensors on this machine's device, and read the allocator's statistics.
 
 On CUDA these are `max_memory_allocated` and `max_memory_reserved`; on a CPU, the allocations that torch's profiler reports.
 Weights are constant, which does not change their size. Memory outside the allocator (the CUDA context, libraries) is not
@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
 from hwopt.errors import InputError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.memory.trace.dry_run import (
     Head,
@@ -23,65 +24,53 @@ from hwopt.memory.trace.dry_run import (
     dry_run_of,
     dummy_micro_batch,
     evaluation_step,
-    make_state,
     train_step,
 )
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
 
-STEP = "hwopt.step"
+MARK = "hwopt.step"
+
+Work = Callable[[Callable[[], None]], None]
+"""Work whose memory is measured. It calls its argument where a part of the work ends and the next one begins."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of the allocator in a step that follows others."""
+    """Bytes of the allocator."""
 
-    peak: int
+    train: int
+    """Peak of a training step that follows others."""
+    eval: int
+    """Peak of an evaluation that follows training."""
     reserved: int
-    """On a CPU, the peak."""
+    """Most reserved from the start of the run. On a CPU, the larger peak."""
 
 
-def measure(plan: Plan, shape: Shape, head: Head, what: str = "train") -> Measured:
-    """Return the memory of a training step ("train") or an evaluation ("eval") of `shape`, with weights and state.
+def measure(plan: Plan, shape: Shape, head: Head, eval_rows: int | None = None) -> Measured:
+    """Return the memory of a run: an evaluation of `eval_rows` rows (None: as many as in training), steps, an evaluation, a step.
 
     Raises torch.OutOfMemoryError if the device has less memory.
     """
     device = torch.device(plan.hardware.device_type)
-    memory_of = cuda_memory if device.type == "cuda" else cpu_memory
 
-    def run_step(start_measuring: Callable[[], None]) -> None:
-        recipe = write_recipe(plan.entries, plan.context)
-        with dry_run_of(plan, recipe, head, device, real=True) as run:
-            own_engine = recipe.engine is not None  # it creates earlier gradients, and perhaps its state, in a real step
-            if not own_engine:
-                make_state(run)
-            accumulates = accumulates_gradients(plan)
-            training = what == "train"
-            times = 2 if own_engine and accumulates and training else 1
-            batch = dummy_micro_batch(run, shape, head, training=training, times=times).to(device)
-            if own_engine:
-                run.engine.init_state()  # as a run does before step 1
-                train_step(run, dummy_micro_batch(run, shape, head, training=True).to(device), accumulates=False)
-            step = (
-                (lambda: evaluation_step(run, batch))
-                if what == "eval"
-                else (lambda: train_step(run, batch, accumulates and not own_engine))
-            )
-            if device.type == "cuda":
-                multiply_once(device)
-            step()  # libraries allocate some memory only once
+    def work(mark: Callable[[], None]) -> None:
+        with dry_run_of(plan, write_recipe(plan.entries, plan.context), head, device, real=True) as run:
+            run.engine.init_state()
+            release_unused_memory()
+            batch = dummy_micro_batch(run, shape, head, training=True, times=2 if accumulates_gradients(plan) else 1).to(device)
+            evaluated = dummy_micro_batch(run, Shape(eval_rows or shape.rows, shape.width), head, training=False).to(device)
+            train, evaluate = partial(train_step, run, batch), partial(evaluation_step, run, evaluated)
+            evaluate()
+            train()  # libraries allocate some memory only once
             gc.collect()
-            start_measuring()
-            step()
+            for step in (train, evaluate, train):
+                mark()
+                step()
 
-    return memory_of(run_step)
-
-
-def multiply_once(device: torch.device) -> None:
-    """Run a product forward and backward: cuBLAS then has a workspace for each thread, as in every step after the first."""
-    matrix = torch.ones(8, 8, device=device, requires_grad=True)
-    (matrix @ matrix).sum().backward()
+    (_, train, evaluation, _), reserved = cuda_memory(work) if device.type == "cuda" else cpu_memory(work)
+    return Measured(train, evaluation, reserved)
 
 
 def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
@@ -91,52 +80,56 @@ def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
     """
     if plan.hardware.source == "described":
         raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
-    training = measure(plan, Shape(memory.rows, memory.width), head)
-    evaluation = measure(plan, Shape(plan.batch.eval_rows(memory.width), memory.width), head, "eval")
-    peak = training.peak / GIB
+    measured = measure(plan, Shape(memory.rows, memory.width), head, plan.batch.eval_rows(memory.width))
+    peak = measured.train / GIB
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(
         memory,
         tier="measured",
-        error="one step and one evaluation on this device",
+        error="steps and evaluations on this device",
         parts=parts,
         peak_gib=peak,
-        eval_peak_gib=evaluation.peak / GIB,
-        reserved_gib=max(training.reserved, evaluation.reserved) / GIB,
+        eval_peak_gib=measured.eval / GIB,
+        reserved_gib=measured.reserved / GIB,
         note=f"predicted ({memory.tier}): {memory.peak_gib:.3f} GiB training, {memory.eval_peak_gib or 0:.3f} GiB evaluation",
     )
 
 
-def cuda_memory(work: Callable[[Callable[[], None]], None]) -> Measured:
-    gc.collect()
+def cuda_memory(work: Work) -> tuple[list[int], int]:
+    """Return the peak of each part of `work`, and the most reserved."""
+    release_unused_memory()
     torch._C._cuda_clearCublasWorkspaces()  # those of earlier steps of this process would not be counted
     torch.cuda.empty_cache()
     before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    work(torch.cuda.reset_peak_memory_stats)
-    return Measured(torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved_before)
+    peaks, reserved = [], []
+
+    def mark() -> None:
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        reserved.append(torch.cuda.max_memory_reserved() - reserved_before)
+        torch.cuda.reset_peak_memory_stats()
+
+    torch.cuda.reset_peak_memory_stats()
+    work(mark)
+    mark()
+    return peaks, max(reserved)
 
 
-def cpu_memory(work: Callable[[Callable[[], None]], None]) -> Measured:
+def cpu_memory(work: Work) -> tuple[list[int], int]:
+    """Return the peak of each part of `work`, and the highest of them."""
     from torch.autograd.profiler import profile, record_function
 
     def mark() -> None:
-        with record_function(STEP):
+        with record_function(MARK):
             pass
 
     gc.collect()  # earlier garbage must not be released during the measurement
     with profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
         work(mark)
-    peak = highest_after(STEP, profiler.kineto_results.events())
-    return Measured(peak, peak)
-
-
-def highest_after(mark: str, events: Any) -> int:
-    """Return the most bytes allocated at once after the event named `mark`."""
-    started = next(event.start_ns() for event in events if event.name() == mark)
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    allocated = most = 0
-    for at, change in changes:
-        allocated += change
-        if at >= started:
-            most = max(most, allocated)
-    return most
+    peaks, allocated = [0], 0
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == MARK:
+            peaks.append(allocated)
+        elif event.name() == "[memory]":
+            allocated += event.nbytes()
+            peaks[-1] = max(peaks[-1], allocated)
+    return peaks, max(peaks)

@@ -175,15 +175,14 @@ def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, tim
     return batch
 
 
-def make_state(run: Run, tracker: MemoryTracker | None = None) -> None:
+def make_state(run: Run, tracker: MemoryTracker) -> None:
     """Create the optimizer's state and what plugins keep, as after the first step."""
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     update(run)
-    if tracker is not None:
-        state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-        tracker.label(state, "optimizer_state")
+    state = [value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    tracker.label(state, "optimizer_state")
 
 
 def label_storages(run: Run, tracker: MemoryTracker) -> None:
@@ -200,10 +199,8 @@ def label_storages(run: Run, tracker: MemoryTracker) -> None:
     run.engine.on_gradients = [*run.engine.on_gradients, lambda run: tracker.label((p.grad for p in stepped), "gradients")]
 
 
-def train_step(run: Run, batch: StepBatch, accumulates: bool, tracker: MemoryTracker | None = None) -> None:
-    """Run forward, backward and update with one micro-batch, the first of its step unless `accumulates`."""
-    if accumulates:
-        add_earlier_gradients(run, tracker)
+def train_step(run: Run, batch: StepBatch) -> None:
+    """Run forward, backward and update."""
     run.recipe.events.on_step_begin(run)
     forward_and_backward(run, batch, 0, reseed=lambda *_: None, add_loss=lambda *_: None)
     update(run)
@@ -220,7 +217,7 @@ def accumulates_gradients(plan: Plan) -> bool:
     return plan.batch.accumulation(plan.world_size) > 1
 
 
-def add_earlier_gradients(run: Run, tracker: MemoryTracker | None) -> None:
+def add_earlier_gradients(run: Run, tracker: MemoryTracker) -> None:
     """Create the gradients that exist after the first micro-batch of a step."""
     if create := getattr(run.engine, "earlier_gradients", None):
         create()
@@ -228,8 +225,7 @@ def add_earlier_gradients(run: Run, tracker: MemoryTracker | None) -> None:
     for parameter in run.inner_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            if tracker is not None:
-                tracker.label([parameter.grad], "gradients")
+            tracker.label([parameter.grad], "gradients")
 
 
 @torch.no_grad()

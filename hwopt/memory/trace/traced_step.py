@@ -16,12 +16,14 @@ from unittest import mock
 
 import torch
 
+from hwopt.data.batches.step_batch import StepBatch
 from hwopt.memory.trace import cuda_emulation as card
 from hwopt.memory.trace.column_sums import threads_per_multiprocessor
 from hwopt.memory.trace.dry_run import (
     Head,
     Shape,
     accumulates_gradients,
+    add_earlier_gradients,
     dry_run_of,
     dummy_micro_batch,
     evaluation_step,
@@ -35,6 +37,7 @@ from hwopt.memory.trace.skipped_layers import SkippedLayers
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.planning.plan import Plan
+from hwopt.training.run import Run
 
 StepFunction = Callable[[Shape], Timeline]
 
@@ -74,7 +77,12 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
         if layers and not whole and run.recipe.engine is None:  # an engine may keep gradients of its own
             layers.install()
 
-        def trace(step: Callable[[Any, Any], None], shape: Shape) -> Timeline:
+        def train(run: Run, batch: StepBatch) -> None:
+            if accumulates_gradients(plan):
+                add_earlier_gradients(run, tracker)
+            train_step(run, batch)
+
+        def trace(step: Callable[[Run, StepBatch], None], shape: Shape) -> Timeline:
             tracker.counts_of_sum = counts_of_sum()  # not sooner: a process that ran a backward pass cannot be forked
             gc.collect()  # earlier garbage is not part of the step
             tracker.reset()
@@ -90,7 +98,6 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
 
         gc.collect()
         gc.freeze()  # otherwise every collection scans all modules
-        train = partial(train_step, tracker=tracker, accumulates=accumulates_gradients(plan))
         try:
             yield StepFunctions(partial(trace, train), partial(trace, evaluation_step), layers)
         finally:
