@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hwopt.hardware.device import Hardware
 from hwopt.memory.trace.column_sums import ColumnSum
@@ -111,6 +112,7 @@ def emulated(hardware: Hardware) -> Iterator[None]:
             mock.patch.object(functional, "dropout", partial(dropout, functional.dropout)),
             mock.patch.object(torch.autograd.graph, "save_on_cpu", SavedOnHost),
             mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
+            mock.patch("torch.optim.optimizer._foreach_supported_types", [Tensor, torch.nn.Parameter, FakeTensor]),
         ):
             yield
     finally:
@@ -231,28 +233,31 @@ def attention_kernel(hardware: Hardware, query: Tensor, key: Tensor, masked: boo
     return "math"
 
 
-def repeated_gradients(query: Tensor, key: Tensor) -> int:
-    """Return the bytes of the gradients of keys and values with a head per query head, before they are summed by group."""
-    return 2 * key.nbytes * query.shape[1] // key.shape[1] if query.shape[1] != key.shape[1] else 0
+def repeated_gradients(query: Tensor, key: Tensor) -> list[int]:
+    """Return the bytes of the gradients of keys and of values with a head per query head, before they are summed by group."""
+    return [key.nbytes * query.shape[1] // key.shape[1]] * 2 if query.shape[1] != key.shape[1] else []
 
 
-def flash_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
-    """Return the bytes of the query's fp32 gradient accumulator, of the row sums and of the repeated gradients."""
+def flash_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> list[int]:
+    """Return the bytes of the row sums, of the query's fp32 gradient accumulator and of the repeated gradients."""
     rows, heads, length, size = query.shape
-    rounded = ceil(length / 128) * 128
-    return rows * heads * rounded * (ceil(size / 32) * 32 + 1) * 4 + repeated_gradients(query, key)
+    values = rows * heads * ceil(length / 128) * 128
+    return [values * 4, values * ceil(size / 32) * 32 * 4, *repeated_gradients(query, key)]
 
 
-def efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
-    """Return the bytes of the row sums, of the repeated gradients and of the fp32 gradient accumulators.
+def efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> list[int]:
+    """Return the bytes of the repeated gradients, of the row sums and of the fp32 gradient accumulators.
 
-    Keys and values have an accumulator only for head sizes above 128. Before torch 2.15 fp32 needs no accumulator.
+    Keys and values have an accumulator only for head sizes above 128. Before torch 2.15 fp32 needs no accumulator. The kernel
+    for fp32 takes the row sums from others: of the product of gradient and output.
     """
     rows, heads, length, size = query.shape
-    sums = rows * heads * length * 4 + repeated_gradients(query, key)
+    found, sums = repeated_gradients(query, key), rows * heads * length * 4
+    found += [sums] if query.dtype != torch.float32 else [gradient.nbytes, sums, sums, -sums, -gradient.nbytes]
     if query.dtype == torch.float32 and TORCH < (2, 15):
-        return sums
-    return sums + rows * heads * ceil(length / 64) * 64 * size * 4 * (3 if size > 128 else 1)
+        return found
+    blocks = rows * heads * ceil(length / 64)
+    return [*found, blocks * (64 * size * 4 * (3 if size > 128 else 1) + 16)]
 
 
 def biased_product(hardware: Hardware, bias: Tensor, one: Tensor, other: Tensor, **factors: float) -> int:

@@ -30,8 +30,8 @@ ADD = torch.ops.aten.add.Tensor
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 
-Workspace = Callable[..., "int | ColumnSum"]
-"""Takes the arguments of an operator and returns the bytes that its kernel allocates and frees, or the sum that needs them."""
+Workspace = Callable[..., "ColumnSum | int | list[int]"]
+"""Takes the arguments of an operator and returns what its kernel allocates and frees (`MemoryTracker.add_workspaces`)."""
 
 
 class TooManyOperations(Exception):
@@ -95,7 +95,7 @@ class MemoryTracker(FakeTensorMode):
             self._reuse(args[0], out)
         self.add(found)
         if (inside := self.workspaces.get(func)) is not None:
-            self.add_workspace(inside(*args, **kwargs))
+            self.add_workspaces(inside(*args, **kwargs))
         if len(self.sizes) > before or in_place or func._schema.is_mutable:  # not a view
             self._record(func, args, kwargs, out, found)
         return out
@@ -123,15 +123,24 @@ class MemoryTracker(FakeTensorMode):
         """Return the number of the storage of `tensor`; None if it is not counted."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
-    def add_workspace(self, found: int | ColumnSum) -> None:
-        """Record a workspace, of so many bytes or for a sum of columns, that is allocated and freed at once."""
-        if isinstance(found, ColumnSum):
-            number = self._new(int(workspace_bytes(*found, *self.processors)))
-            self.column_sums[number] = found
-        else:
-            number = self._new(found)
-        self.kinds[number] = KINDS.index("temporary")
-        self.events.append(-number - 1)
+    def add_workspaces(self, found: ColumnSum | int | list[int]) -> None:
+        """Record workspaces, for a sum of columns or of so many bytes, that are allocated one after the other and then freed.
+
+        A negative number frees the last one of that size sooner.
+        """
+        live: list[int] = []
+        for each in found if isinstance(found, list) else [found]:
+            if isinstance(each, ColumnSum):
+                self.column_sums[len(self.sizes)] = each
+                each = int(workspace_bytes(*each, *self.processors))
+            if each < 0:
+                freed = next(number for number in reversed(live) if self.sizes[number] == -each)
+                live.remove(freed)
+                self.events.append(-freed - 1)
+            else:
+                live.append(self._new(each))
+                self.kinds[-1] = KINDS.index("temporary")
+        self.events += [-number - 1 for number in reversed(live)]
 
     def label(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Set the kind of the storages of `tensors`, from their allocation on."""
