@@ -15,7 +15,7 @@ from pathlib import Path
 from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
-from hwopt.memory.forecast.planner import fitted, traced_memory, traced_step
+from hwopt.memory.forecast.planner import device_trace, fitted, traced_memory
 from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
@@ -150,10 +150,9 @@ class Advisor:
             return
         target = target if 0 < target < memory.width else max(1, memory.width // 2)
         target = target // 8 * 8 or target
-        trace, _ = traced_step(plan, Shape(memory.rows, memory.width), self.lengths.head, self.cache)
+        trace = device_trace(plan, memory.width, self.lengths.head, self.cache)
         width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
-        shape = Shape(memory.rows, width)
-        changed = traced_memory(plan, shape, self.lengths, trace, trace.train.at(memory.rows, width))
+        changed = traced_memory(plan, Shape(memory.rows, width), self.lengths, trace)
         texts = self.lengths.train
         cost = "truncates texts" if texts is None else f"truncates {float((texts > target).mean()):.0%} of the texts"
         if (saved := self.saved_gib(changed)) >= MIN_SAVING_GIB:

@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.job import Job
-from hwopt.data.batches.collate import cut_in_order
-from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import on_disk
 from hwopt.errors import DataError, HwoptError
-from hwopt.memory.trace.dry_run import Head
+from hwopt.memory.trace.dry_run import Head, micro_batch_sizes, padded_sizes
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.tasks.prepared import Prepared
@@ -55,19 +53,16 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
-    def usual_step(self, plan: Plan, rows: int, width: int) -> list[tuple[int, int]]:
-        """The different (rows, width) of the micro-batches of a step of random training samples, if they are known and smaller.
+    def usual_step(self, plan: Plan, rows: int, width: int, seed: int = 0) -> list[tuple[int, int]]:
+        """The different (rows, width) of the micro-batches of a step of random training samples, if they are known.
 
-        `rows`, `width`: those of the largest micro-batch.
+        `rows`, `width`: the most of a micro-batch, before the recipe's collate lays it out.
         """
         if self.train is None:
             return []
         share = min(len(self.train), -(-plan.batch.step // plan.world_size))
-        widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
-        drawn = [min(width, widths.of(int(each))) for each in np.random.default_rng(0).choice(self.train, share, replace=False)]
-        cut = plan.recipe.cut or cut_in_order
-        shapes = dict.fromkeys((len(group), max(drawn[place] for place in group)) for group in cut(drawn, rows))
-        return [shape for shape in shapes if shape != (rows, width)]
+        drawn = np.random.default_rng(seed).choice(self.train, share, replace=False)
+        return micro_batch_sizes(plan, np.minimum(drawn, width).tolist(), rows)
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
@@ -108,7 +103,4 @@ def mean_length(job: Job, model: ModelFacts, cache: Path) -> float:
 
 def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
     """Return (rows, width) of the largest micro-batch into which the recipe splits a rank's share of the longest samples."""
-    width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(longest)
-    share = -(-plan.batch.step // plan.world_size)
-    cut = plan.recipe.cut or cut_in_order
-    return max(len(group) for group in cut([width] * share, plan.batch.train)), width
+    return max(padded_sizes(plan, [longest] * -(-plan.batch.step // plan.world_size), plan.batch.train))

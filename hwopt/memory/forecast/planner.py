@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,9 +17,9 @@ from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.trace.dry_run import Head, Shape
-from hwopt.memory.trace.timeline import KINDS, Timeline
-from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_exact_shape, trace_plan
+from hwopt.memory.trace.dry_run import Head, Shape, largest_size
+from hwopt.memory.trace.timeline import KINDS
+from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
@@ -42,6 +43,8 @@ ERRORS = {
 """The error that each tier states (measurements in docs/memory.md)."""
 
 MOST_LENGTH = 1 << 17
+DRAWS = 32
+"""Random steps that are laid out to find the largest micro-batch of a collate."""
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
 
@@ -77,7 +80,7 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
         )
     shape = Shape(*largest_micro_batch(plan, lengths.longest))
     try:
-        return traced_memory(plan, shape, lengths, *traced_step(plan, shape, lengths.head, cache))
+        return traced_memory(plan, shape, lengths, device_trace(plan, shape.width, lengths.head, cache))
     except NotTraceable as error:
         parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
         return replace(memory_of(plan, shape, lengths, "closed form", parts), note=f"the recipe could not be traced: {error}")
@@ -90,7 +93,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     """
     lengths = lengths or lengths_of(plan, cache)
     try:
-        trace, step = traced_step(plan, Shape(memory.rows, memory.width), lengths.head, cache)
+        trace = device_trace(plan, memory.width, lengths.head, cache)
     except NotTraceable:
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan) - waiting_bytes(plan, memory.rows)
@@ -104,49 +107,49 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     return replace(
         memory,
         largest_train=largest_played(lambda rows: run(rows, eval_batch(width), width), budget),
-        largest_eval=largest_played(lambda most: run(rows, most, width, step), budget),
+        largest_eval=largest_played(lambda most: run(rows, most, width), budget),
         largest_max_length=longest,
     )
 
 
-def run_at(
-    plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int, step: Timeline | None = None
-) -> PlayedSteps:
-    """Return the arguments of `played_run` for these sizes; `step` is the training step, if it is known."""
-    step = step or trace.train.at(rows, width)
+def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int, draws: int = 1) -> PlayedSteps:
+    """Return the arguments of `played_run` for these sizes.
+
+    With a collate of the recipe random samples may fill the rows better than the longest ones do: the largest size of so many
+    random steps counts.
+    """
+    largest = largest_size(plan, rows, width)
+    usual = [] if trace.fixed_width else lengths.usual_step(plan, rows, width)
+    if plan.recipe.collate is not None:
+        drawn = (size for seed in range(draws) for size in lengths.usual_step(plan, rows, width, seed))
+        largest = max([largest, *drawn], key=math.prod)
+    step = trace.train.at(*largest)
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
         pooled = trace.train.at(max(1, tokens // width), width)
-    scales = not trace.fixed_width and plan.recipe.collate is None
-    earlier = (trace.train.at(*shape) for shape in (lengths.usual_step(plan, rows, width) if scales else ()))
+    earlier = (trace.train.at(*size) for size in usual if size != largest)
     return step, trace.eval.at(eval_rows, width), pooled, earlier
 
 
-def traced_step(plan: Plan, shape: Shape, head: Head, cache: Path | None) -> tuple[Trace, Timeline]:
-    """Return the part of the plan's trace that is on one device, and the training step of `shape`. Raises NotTraceable.
-
-    Traces that very shape if a plugin's collate may depend on the number of rows.
-    """
-    folder = cache and cache / "memory"
+def device_trace(plan: Plan, width: int, head: Head, cache: Path | None) -> Trace:
+    """Return the part of the plan's trace that is on one device. Raises NotTraceable."""
     fractions = dict(plan.memory_spec.held)
     update_fraction = fractions.pop("update", None)
-    found = trace_plan(plan, shape.width, head, folder)
+    found = trace_plan(plan, width, head, cache and cache / "memory")
     train = found.train.with_fractions(fractions, update_fraction)
-    trace = replace(found, train=train, eval=found.eval.with_fractions(fractions))
-    if plan.recipe.collate is None:
-        return trace, train.at(shape.rows, shape.width)
-    return trace, trace_exact_shape(plan, shape, head, folder).with_fractions(fractions, update_fraction)
+    return replace(found, train=train, eval=found.eval.with_fractions(fractions))
 
 
-def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace, step: Timeline) -> MemoryPlan:
-    """Return the memory of a plan from its `trace`, without the largest sizes; `step` is the training step of `shape`."""
+def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> MemoryPlan:
+    """Return the memory of a plan from its `trace`, without the largest sizes. `shape`: of the largest micro-batch."""
     buckets = bucket_bytes(plan)
     waiting = waiting_bytes(plan, shape.rows)
-    run = played_run(*run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, step))
+    steps = run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, DRAWS)
+    run = played_run(*steps)
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
-        memory_of(plan, shape, lengths, "traced", parts, step.host_bytes()),
+        memory_of(plan, shape, lengths, "traced", parts, steps[0].host_bytes()),
         peak_gib=(run.train.bytes + buckets + waiting) / GIB,
         eval_peak_gib=(run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,

@@ -7,7 +7,8 @@ ones are created too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hwopt.data.batches.collate import cut_in_order
-from hwopt.data.batches.step_batch import Step, StepBatch
+from hwopt.data.batches.collate import Collate, cut_in_order
+from hwopt.data.batches.step_batch import Step, StepBatch, Widths
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
@@ -39,6 +40,8 @@ from hwopt.training.evaluation import evaluating
 from hwopt.training.loaders import default_collate
 from hwopt.training.optimizer import build_optimizer
 from hwopt.training.run import Run
+
+FEW_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,38 @@ def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, tim
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
     batch: StepBatch = collate(step, samples, counts)
     return batch
+
+
+def padded_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
+    """Return the different (rows, width) of the micro-batches into which the recipe cuts samples of these `lengths`."""
+    widths, cut = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of), plan.recipe.cut or cut_in_order
+    padded = [widths.of(length) for length in lengths]
+    return list(dict.fromkeys((len(group), max(padded[place] for place in group)) for group in cut(padded, most_rows)))
+
+
+def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
+    """Return the same after the recipe's collate, which may lay them out in other rows."""
+    if plan.recipe.collate is None:
+        return padded_sizes(plan, lengths, most_rows)
+    task = make_task(plan.job)
+    config = task.load_config(plan.job)
+    samples = [task.placeholder(plan.job, config, length, 1) for length in lengths]
+    widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
+    collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths))
+    batch: StepBatch = collate(Step(0, 0, tuple(range(len(samples))), len(samples)), samples, [1] * len(samples))
+    return list(dict.fromkeys(batch.sizes))
+
+
+def largest_size(plan: Plan, rows: int, width: int) -> tuple[int, int]:
+    """Return the (rows, width) that the recipe's collate makes of `rows` samples of `width` tokens.
+
+    It is asked for FEW_TOKENS at most; more rows are in proportion.
+    """
+    if plan.recipe.collate is None:
+        return rows, width
+    few = min(rows, max(8, FEW_TOKENS // width))
+    laid_out, wide = max(micro_batch_sizes(plan, [width] * few, few), key=math.prod)
+    return laid_out * rows // few, wide
 
 
 def make_state(run: Run, tracker: MemoryTracker) -> None:

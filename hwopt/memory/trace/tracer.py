@@ -18,7 +18,7 @@ import numpy as np
 
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.memory.trace.dry_run import Head, Shape, accumulates_gradients
+from hwopt.memory.trace.dry_run import Head, Shape, accumulates_gradients, largest_size
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config
@@ -33,7 +33,10 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Trace:
-    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the width."""
+    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the width.
+
+    Those of a training step are what the recipe's collate lays out (`largest_size`).
+    """
 
     train: Scaled
     eval: Scaled
@@ -48,13 +51,7 @@ def trace_plan(plan: Plan, width: int, head: Head, cache: Path | None = None) ->
     path = None if cache is None else cache / f"{trace_key(plan, width, head)}.npz"
     shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
     request = Request(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width)))
-    return fit_trace(cached_timelines(path, lambda: traced(request)), width)
-
-
-def trace_exact_shape(plan: Plan, shape: Shape, head: Head, cache: Path | None = None) -> Timeline:
-    """Return a training step of exactly `shape`, for a collate that lays out few rows differently. Raises NotTraceable."""
-    path = None if cache is None else cache / f"{trace_key(plan, shape.width, head, shape.rows)}-exact.npz"
-    return cached_timelines(path, lambda: traced(Request(plan, head, (("exact", shape),))))["train.exact"]
+    return fit_trace(plan, cached_timelines(path, lambda: traced(request)), width)
 
 
 def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
@@ -72,7 +69,7 @@ def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]])
     return found
 
 
-def trace_key(plan: Plan, width: int, head: Head, rows: int = ROWS) -> str:
+def trace_key(plan: Plan, width: int, head: Head) -> str:
     """Return the cache key: a hash of everything that a trace depends on."""
     model, training = plan.job.model, plan.training
     config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
@@ -91,7 +88,7 @@ def trace_key(plan: Plan, width: int, head: Head, rows: int = ROWS) -> str:
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
     batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
     return fingerprint(
-        [FORMAT, rows, vars(second_shape(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
+        [FORMAT, ROWS, vars(second_shape(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
     )
 
 
@@ -111,13 +108,14 @@ def second_shape(width: int) -> Shape:
     return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16)
 
 
-def fit_trace(found: dict[str, Timeline], width: int) -> Trace:
+def fit_trace(plan: Plan, found: dict[str, Timeline], width: int) -> Trace:
     """Return the traces as functions of the shape. Raises NotTraceable if they are not."""
     for fixed_width, name, shape in ((False, "other", second_shape(width)), (True, "taller", Shape(7 * ROWS, width))):
+        sizes = (ROWS, width), (shape.rows, shape.width)
         with contextlib.suppress(ValueError, KeyError):
             train, evaluate = (
-                Scaled.fit(found[f"{what}.base"], ROWS, width, found[f"{what}.{name}"], shape.rows, shape.width)
-                for what in ("train", "eval")
+                Scaled.fit(found[f"{what}.base"], *base, found[f"{what}.{name}"], *other)
+                for what, (base, other) in (("train", [largest_size(plan, *size) for size in sizes]), ("eval", sizes))
             )
             return Trace(train, evaluate, fixed_width)
     raise NotTraceable("the operations of a step change with the number of rows")
@@ -143,4 +141,4 @@ def load(path: Path) -> dict[str, Timeline]:
     }
 
 
-__all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_exact_shape", "trace_key", "trace_plan"]
+__all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_key", "trace_plan"]
