@@ -62,7 +62,7 @@ class Lengths:
             return []
         share = min(len(self.train), -(-plan.batch.step // plan.world_size))
         drawn = np.random.default_rng(seed).choice(self.train, share, replace=False)
-        return micro_batch_sizes(plan, np.minimum(drawn, width).tolist(), rows)
+        return list(dict.fromkeys(micro_batch_sizes(plan, np.minimum(drawn, width).tolist(), rows)))
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:

@@ -127,7 +127,7 @@ def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
-        pooled = trace.train.at(max(1, tokens // width), width)
+        pooled = trace.train.at(*largest_size(plan, max(1, tokens // width), width))
     earlier = (trace.train.at(*size) for size in usual if size != largest)
     return step, trace.eval.at(eval_rows, width), pooled, earlier
 
@@ -154,7 +154,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
         eval_peak_gib=(run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,
         pool_gib=run.pool / GIB,
-        time=predict_time(plan, trace.train, lengths.train),
+        time=predict_time(plan, trace.train, lengths.train, shape.width),
     )
 
 

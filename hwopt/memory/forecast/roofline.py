@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.card import Card
-from hwopt.data.batches.collate import cut_in_order
-from hwopt.data.batches.step_batch import Widths
+from hwopt.memory.trace.dry_run import micro_batch_sizes
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.planning.memory_plan import Prediction
 from hwopt.planning.plan import Plan
@@ -33,11 +32,14 @@ SAMPLED_STEPS = 16
 """Step batches over which the mean is taken."""
 
 
-def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None) -> Prediction | None:
-    """Return the predicted times; None for a CPU and for a card whose peaks the profile does not state."""
+def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None, width: int) -> Prediction | None:
+    """Return the predicted times; None for a CPU and for a card whose peaks the profile does not state.
+
+    `width`: tokens of a sample, if `lengths` are not known.
+    """
     if not card_peaks(plan.card) or plan.card is None or plan.card.memory_bandwidth_gbps is None:
         return None
-    steps = sampled_steps(plan, lengths, train.width)
+    steps = sampled_steps(plan, lengths, width)
     cost: dict[tuple[int, int], NDArray[np.float64]] = {}
     seconds = np.zeros(2)
     for step in steps:
@@ -67,14 +69,9 @@ def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> 
     The samples are random ones of the data, or without data all of `width` tokens.
     """
     share = ceil(plan.batch.step / plan.world_size)
-    cut = plan.recipe.cut or cut_in_order
-    widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
     random = np.random.Generator(np.random.Philox(0))
-    found = []
-    for _ in range(1 if lengths is None else SAMPLED_STEPS):
-        chosen = [width] * share if lengths is None else [widths.of(int(n)) for n in random.choice(lengths, share)]
-        found.append([(len(group), max(chosen[row] for row in group)) for group in cut(chosen, plan.batch.train)])
-    return found
+    drawn = [[width] * share] if lengths is None else random.choice(lengths, (SAMPLED_STEPS, share)).tolist()
+    return [micro_batch_sizes(plan, chosen, plan.batch.train) for chosen in drawn]
 
 
 def operation_peaks(plan: Plan, timeline: Timeline) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from hwopt.memory.allocator.playback import PlayedRun, played_run
 from hwopt.memory.forecast import closed_form
 from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, volume
 from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.trace.dry_run import largest_size
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
 from hwopt.model.facts import ModelFacts
@@ -100,7 +101,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     steps = None
     if trace is not None:
         eval_rows = lengths_of(plan, cache).eval_batch(plan, memory.width)
-        steps = trace.train.at(memory.rows, memory.width), trace.eval.at(eval_rows, memory.width)
+        steps = trace.train.at(*largest_size(plan, memory.rows, memory.width)), trace.eval.at(eval_rows, memory.width)
     spec, micro_batches = plan.memory_spec, plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)
     rows = []

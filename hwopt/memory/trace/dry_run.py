@@ -179,10 +179,10 @@ def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, tim
 
 
 def padded_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
-    """Return the different (rows, width) of the micro-batches into which the recipe cuts samples of these `lengths`."""
+    """Return (rows, width) of each micro-batch into which the recipe cuts samples of these `lengths`."""
     widths, cut = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of), plan.recipe.cut or cut_in_order
     padded = [widths.of(length) for length in lengths]
-    return list(dict.fromkeys((len(group), max(padded[place] for place in group)) for group in cut(padded, most_rows)))
+    return [(len(group), max(padded[place] for place in group)) for group in cut(padded, most_rows)]
 
 
 def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
@@ -195,7 +195,7 @@ def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> lis
     widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
     collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths))
     batch: StepBatch = collate(Step(0, 0, tuple(range(len(samples))), len(samples)), samples, [1] * len(samples))
-    return list(dict.fromkeys(batch.sizes))
+    return batch.sizes
 
 
 def largest_size(plan: Plan, rows: int, width: int) -> tuple[int, int]:

@@ -370,7 +370,7 @@ def test_usual_step_has_the_shapes_of_micro_batches_of_random_samples(tmp_path: 
     lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 32 + [32], np.int32), longest=32)
     assert lengths.usual_step(plan, 4, 32) == [(4, 8), (4, 32)]
     assert replace(lengths, train=None).usual_step(plan, 4, 32) == []
-    assert lengths.usual_step(plan, 3, 4) == [(1, 4)]
+    assert lengths.usual_step(plan, 3, 4) == [(3, 4), (1, 4)]
 
 
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
