@@ -1,9 +1,10 @@
 """Compare the predicted peak memory with that of the allocator, for random configurations from a grid.
 
-    python benchmarks/memory.py [--count 12] [--seed N] [--json FILE]
+    python benchmarks/memory.py [--count 12] [--seed N]
+    python tests/pretend_cuda rtx3090 python benchmarks/memory.py
 
-On a CUDA device the measured peak is `max_memory_allocated`. On a CPU it is the peak of all allocations that torch's profiler
-reports.
+On a CUDA device the measured peak is `max_memory_allocated`, and *reserved* is compared with `max_memory_reserved`. On a CPU it
+is the peak of all allocations that torch's profiler reports.
 Each configuration runs in its own process. Without --seed the clock gives the seed, and the script prints it.
 """
 
@@ -119,11 +120,13 @@ def profile_toml(config: dict[str, Any]) -> str:
 
 
 def compare(config: dict[str, Any]) -> dict[str, Any]:
-    """The predicted and the measured bytes of a training step and of an evaluation."""
+    """The predicted and the measured bytes of a training step, of an evaluation, and of the reserved memory."""
     from hwopt import api
+    from hwopt.hardware.device import GIB
+    from hwopt.memory.forecast.lengths import Lengths
     from hwopt.memory.forecast.measured import measure
-    from hwopt.memory.forecast.planner import bucket_bytes, traced_step
-    from hwopt.memory.trace.dry_run import Head, Shape
+    from hwopt.memory.forecast.planner import plan_memory
+    from hwopt.memory.trace.dry_run import Shape
 
     rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"
@@ -133,16 +136,19 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
         profile.write_text(profile_toml(config), encoding="utf-8")
         job = [f"model.config={{ {pairs} }}", f"task.kind={kind}", "data.train=none.csv"]
         plan = api.resolve(str(profile), assignments=job, hardware="detected", cache=Path(folder))
-    began = time.perf_counter()
-    (trace, step), beside = traced_step(plan, Shape(rows, width), Head(2), None), bucket_bytes(plan)
-    seconds = time.perf_counter() - began
-    found: dict[str, Any] = {"rows": rows, "width": width, "trace_seconds": seconds, "device": plan.hardware.name}
-    for what, timeline in (("train", step), ("eval", trace.eval.at(rows, width))):
-        found[f"predicted_{what}"] = timeline.peak().bytes + beside
-        # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the
-        # end, so the smaller of two measurements is the better one
-        found[f"measured_{what}"] = min(measure(plan, Shape(rows, width), Head(2), what).peak for _ in range(2))
-    return found
+        lengths = Lengths(None, width, 2, "this benchmark")
+        memory = plan_memory(plan, Path(folder), lengths)
+    assert memory.tier == "traced", memory.note
+    predicted = {"train": memory.peak_gib, "eval": memory.eval_peak_gib or 0.0, "reserved": memory.reserved_gib or 0.0}
+    # torch's profiler misses memory that another thread releases, such as gloo's reduced buffers; it then counts to the
+    # end, so the smaller of two measurements is the better one
+    runs = [
+        measure(plan, Shape(rows, width), lengths.head, plan.batch.eval_rows(width))
+        for _ in range(1 if plan.hardware.device_type == "cuda" else 2)
+    ]
+    return {f"predicted_{what}": size * GIB for what, size in predicted.items()} | {
+        f"measured_{what}": min(getattr(run, what) for run in runs) for what in predicted
+    }
 
 
 def compare_in_child(config: dict[str, Any]) -> dict[str, Any]:
@@ -155,13 +161,13 @@ def compare_in_child(config: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def error_of(row: dict[str, Any]) -> float:
-    """The relative error of the predicted training step; positive if the prediction is too high."""
-    return float(row["predicted_train"] / row["measured_train"] - 1)
+def error_of(row: dict[str, Any], what: str = "train") -> float:
+    """The relative error of a prediction; positive if it is too high."""
+    return float(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1)
 
 
 COLUMNS = ("model", "rows x tokens", "precision", "optimizer", "checkpointing", "adapter", "base", "ZeRO", "other")
-FIGURES = ("predicted MiB", "measured MiB", "off", "eval")
+FIGURES = ("predicted MiB", "measured MiB", "off", "eval", "reserved")
 
 
 def table_row(config: dict[str, Any], found: dict[str, Any]) -> str:
@@ -173,30 +179,29 @@ def table_row(config: dict[str, Any], found: dict[str, Any]) -> str:
     cells = [f"{config['model']} {config['hidden']} x {config['layers']}", f"{rows} x {width}"]
     cells += [str(option or "-") for option in options]
     if "failed" in found:
-        cells += [f"failed: {found['failed']}", "", "", ""]
+        cells += [f"failed: {found['failed']}", "", "", "", ""]
     else:
         sizes = (f"{found[f'{what}_train'] / 2**20:.1f}" for what in ("predicted", "measured"))
-        evaluation = found["predicted_eval"] / found["measured_eval"] - 1
-        cells += [*sizes, f"{error_of(found):+.2%}", f"{evaluation:+.2%}"]
+        cells += [*sizes, *(f"{error_of(found, what):+.2%}" for what in ("train", "eval", "reserved"))]
     return f"| {' | '.join(cells)} |"
 
 
 def print_summary(rows: list[dict[str, Any]]) -> None:
     """Print the median, the 95th percentile and the maximum of the errors, and how many predictions are too low."""
     measured = [row for row in rows if "failed" not in row]
-    errors = sorted(abs(error_of(row)) for row in measured)
-    if errors:
+    for what in ("train", "eval", "reserved") if measured else ():
+        errors = sorted(abs(error_of(row, what)) for row in measured)
         p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-        under = sum(error_of(row) < -0.03 for row in measured)
-        print(f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}; under by more than 3 %: {under}")
-        print(f"{len(errors)} measured, {len(rows) - len(errors)} failed")
+        under = sum(error_of(row, what) < -0.03 for row in measured)
+        spread = f"median {statistics.median(errors):.2%}, p95 {p95:.2%}, worst {errors[-1]:.2%}"
+        print(f"{what}: {spread}; under by more than 3 %: {under}")
+    print(f"{len(measured)} measured, {len(rows) - len(measured)} failed")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--count", type=int, default=12)
     arguments.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--one", help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.one:
@@ -215,8 +220,6 @@ def main() -> None:
         found = compare_in_child(config)
         rows.append(config | found)
         print(table_row(config, found), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print_summary(rows)
 
 
