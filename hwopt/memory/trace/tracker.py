@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -251,16 +251,20 @@ def reference_counts(tensor: Tensor) -> tuple[int, ...]:
     return tensor._use_count(), storage, sys.getrefcount(tensor)
 
 
-@cache
 def counts_of_sum() -> tuple[int, ...]:
     """The `reference_counts` of a gradient that only autograd holds, at the moment when it adds another gradient to it.
 
     Autograd then adds in place, but not while a dispatch mode is on, as here. Arguments on their way to the mode are counted too,
-    so the counts are measured, on a sum of two gradients.
+    so the counts are measured, on a sum of two gradients. They are not kept: Python holds one reference more to the arguments of
+    a call while torch.compile's frame evaluation is installed.
     """
     seen: list[tuple[int, ...]] = [()]
 
     class Probe(FakeTensorMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # as in MemoryTracker: the wrapper that skips it takes the frame evaluation away
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is ADD:
                 seen.append(reference_counts(args[0]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn import functional
 
 from hwopt.hardware.device import Hardware, described
@@ -194,6 +195,16 @@ def gradient_that_is_kept() -> None:
     (first.exp() + stream.tanh()).sum().backward()
 
 
+@pytest.fixture(params=[None, False], ids=["", "after torch.compile"])
+def frame_evaluation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torch.compile's frame evaluation adds a reference to the arguments of every call of Python."""
+    counts_of_sum()
+    previous = set_eval_frame(request.param)
+    yield
+    set_eval_frame(previous)
+
+
+@pytest.mark.usefixtures("frame_evaluation")
 @pytest.mark.parametrize(("function", "sums"), [(tied_weights, 1), (residual_stream, 4), (gradient_that_is_kept, 1)])
 def test_gradients_are_added_in_place_where_autograd_does_so(
     function: Callable[[], None], sums: int, monkeypatch: pytest.MonkeyPatch
