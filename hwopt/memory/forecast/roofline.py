@@ -40,14 +40,15 @@ def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None, w
     if not card_peaks(plan.card) or plan.card is None or plan.card.memory_bandwidth_gbps is None:
         return None
     steps = sampled_steps(plan, lengths, width)
+    peaks = operation_peaks(plan, train.base)
     cost: dict[tuple[int, int], NDArray[np.float64]] = {}
     seconds = np.zeros(2)
     for step in steps:
         for shape in step:
             if shape not in cost:
-                cost[shape] = operation_seconds(plan, train.at(*shape), update=False)
+                cost[shape] = operation_seconds(plan, train.at(*shape), peaks, update=False)
             seconds += cost[shape]
-        seconds += operation_seconds(plan, train.base, update=True)
+        seconds += operation_seconds(plan, train.base, peaks, update=True)
     seconds /= len(steps)
     low, high = float(seconds[0]), float(seconds[1])
     if lengths is None:
@@ -82,10 +83,10 @@ def operation_peaks(plan: Plan, timeline: Timeline) -> NDArray[np.float64]:
     return np.array([peaks.get(names.get(str(dtype), "fp32"), slowest) for dtype in timeline.dtypes]) * 1e12
 
 
-def operation_seconds(plan: Plan, timeline: Timeline, update: bool) -> NDArray[np.float64]:
-    """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update."""
+def operation_seconds(plan: Plan, timeline: Timeline, peaks: NDArray[np.float64], update: bool) -> NDArray[np.float64]:
+    """Return (fast, slow) seconds of a micro-batch's forward and backward, or of the update. `peaks`: `operation_peaks`."""
     part = slice(timeline.update, None) if update else slice(0, timeline.update)
-    flops, moved, peak = timeline.flops[part], timeline.bytes_moved()[part], operation_peaks(plan, timeline)[part]
+    flops, moved, peak = timeline.flops[part], timeline.bytes_moved()[part], peaks[part]
     assert plan.card is not None, "times are predicted for a known card"
     bandwidth = (plan.card.memory_bandwidth_gbps or 1.0) * 1e9
     fused = bool(plan.recipe.prepared_steps) and not update

@@ -10,7 +10,7 @@ import pytest
 
 from hwopt.config.profile import make_profile
 from hwopt.config.toml import Document
-from hwopt.memory.forecast.roofline import HOST_SECONDS, operation_seconds
+from hwopt.memory.forecast.roofline import HOST_SECONDS, operation_peaks, operation_seconds
 from hwopt.memory.trace.timeline import Timeline
 
 CARD = {"match": ["a card"], "memory_gib": 16, "compute_capability": "7.5", "memory_bandwidth_gbps": 100}
@@ -38,7 +38,7 @@ def operations(gigabytes: list[float], teraflops: list[float]) -> Timeline:
 def seconds(timeline: Timeline, prepared_steps: tuple[Any, ...] = ()) -> tuple[float, float]:
     profile = make_profile(Document("a profile", {"name": "drawn", "card": CARD | PEAK}))
     plan: Any = SimpleNamespace(card=profile.card, recipe=SimpleNamespace(prepared_steps=prepared_steps))
-    fast, slow = operation_seconds(plan, timeline, update=False)
+    fast, slow = operation_seconds(plan, timeline, operation_peaks(plan, timeline), update=False)
     return float(fast), float(slow)
 
 
