@@ -20,7 +20,7 @@ from hwopt.memory.trace.dry_run import Shape
 from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan, Replan
-from hwopt.plugin import Choice
+from hwopt.plugin import Choice, Scale
 from hwopt.plugin.registry import Registry
 
 MIN_SAVING_GIB = 0.01
@@ -93,30 +93,50 @@ class Advisor:
 
         Those that alter the training come last, and before them the slower ones.
         """
-        offers: dict[str, list[tuple[Choice, float]]] = {}
-        for name in self.registry.names:
-            scales = scales_of(name, self.plan, self.registry)
-            offers[name] = [(choice, scale.slower(choice)) for scale in scales for choice in scale.with_less_memory]
-        order = {name: (found[0][0].alters, found[0][1]) for name, found in offers.items() if found}
+        scales = {
+            name: [scale for scale in scales_of(name, self.plan, self.registry) if scale.with_less_memory]
+            for name in self.registry.names
+        }
+        nearest = {name: (found[0], found[0].with_less_memory[0]) for name, found in scales.items() if found}
+        order = {name: (choice.alters, scale.slower(choice)) for name, (scale, choice) in nearest.items()}
         order[""] = (True, 1.0)  # a shorter max_length
         for name in sorted(order, key=lambda name: (*order[name], name)):
-            yield from self.best_offer(name, offers[name]) if name else self.shorter_max_length()
+            yield from self.best_offer(name, scales[name]) if name else self.shorter_max_length()
 
-    def best_offer(self, name: str, offers: Sequence[tuple[Choice, float]]) -> Iterator[Change]:
-        """Yield the first offer of a plugin that fits, else the one that saves most."""
-        found: list[Change] = []
-        for choice, slower in offers:
-            lines, assignments = self.lines_and_assignments(name, choice)
-            changed = self.planned(", ".join(assignments), assignments, applied=name)
-            if changed is None or self.saved_gib(changed) < MIN_SAVING_GIB:
-                continue
-            change = Change(lines, self.saved_gib(changed), changed.fits, slower, choice.note, choice.alters, assignments)
-            if change.fits:
-                yield change
-                return
-            found.append(change)
+    def best_offer(self, name: str, scales: Sequence[Scale]) -> Iterator[Change]:
+        """Yield the offer of the first scale of a plugin that has one that fits, else the offer that saves most."""
+        found = list[Change]()
+        for scale in scales:
+            if (change := self.nearest_that_fits(name, scale)) is not None:
+                found.append(change)
+                if change.fits:
+                    break
         if found:
-            yield max(found, key=lambda change: change.saves_gib)
+            yield max(found, key=lambda change: (change.fits is True, change.saves_gib))
+
+    def nearest_that_fits(self, name: str, scale: Scale) -> Change | None:
+        """Return the first choice of `scale` that fits, else the last one: each needs less memory than the one before."""
+        offers = list(scale.with_less_memory)
+        best = None
+        while offers and best is None:  # the last choices may be rejected
+            best = self.change(name, scale, offers.pop())
+        while best is not None and best.fits and offers:
+            middle = len(offers) // 2
+            change = self.change(name, scale, offers[middle])
+            if change is not None and change.fits:
+                best, offers = change, offers[:middle]
+            else:
+                offers = offers[middle + 1 :]
+        return best
+
+    def change(self, name: str, scale: Scale, choice: Choice) -> Change | None:
+        """Return what `choice` of a plugin changes; None if it is rejected or saves nothing."""
+        lines, assignments = self.lines_and_assignments(name, choice)
+        changed = self.planned(", ".join(assignments), assignments, applied=name)
+        if changed is None or self.saved_gib(changed) < MIN_SAVING_GIB:
+            return None
+        saved = self.saved_gib(changed)
+        return Change(lines, saved, changed.fits, scale.slower(choice), choice.note, choice.alters, assignments)
 
     def combined_changes(self, changes: Sequence[Change]) -> Iterator[Change]:
         """Yield all changes that do not alter the training, combined; if that does not fit, all changes."""

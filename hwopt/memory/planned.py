@@ -177,7 +177,7 @@ def with_memory(
     plan, memory = planner.fitted(plan, cache, lengths)
     if measure:
         with report_oom("a step with the planned micro-batch", plan.batch_option("train")):
-            memory = with_measurement(plan, memory, lengths.head)
+            memory = with_measurement(plan, memory, lengths)
     plan = replace(plan, memory=memory, refused=lengths.refused, data_warnings=lengths.warnings)
     listener.on_memory(plan)
     if memory.fits and not sizes:

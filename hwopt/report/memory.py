@@ -100,11 +100,10 @@ def describe_largest(memory: MemoryPlan) -> str:
     """The largest micro-batch, evaluation batch and max_length that fit, each beside the others as planned."""
     train, evaluation, length = memory.largest_train, memory.largest_eval, memory.largest_max_length
     if not train and not evaluation:
-        return "no micro-batch and no evaluation batch of this width"
-    parts = [
-        f"micro-batch {train:,}" if train else "no micro-batch beside the planned evaluation batch",
-        f"evaluation batch {evaluation:,}" if evaluation else "no evaluation batch beside the planned micro-batch",
-    ]
+        return "no micro-batch of this width" if evaluation is None else "no micro-batch and no evaluation batch of this width"
+    parts = [f"micro-batch {train:,}" if train else "no micro-batch beside the planned evaluation batch"]
+    if evaluation is not None:
+        parts.append(f"evaluation batch {evaluation:,}" if evaluation else "no evaluation batch beside the planned micro-batch")
     if length:
         parts.append(f"max_length {length:,} with {memory.rows} rows")
     return ", ".join(parts)

@@ -17,6 +17,7 @@ import torch
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
+from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.trace.dry_run import (
     Head,
     Shape,
@@ -49,8 +50,9 @@ class Measured:
 
 
 def measure(plan: Plan, shape: Shape, head: Head, eval_rows: int | None = None) -> Measured:
-    """Return the memory of a run: an evaluation of `eval_rows` rows (None: as many as in training), steps, an evaluation, a step.
+    """Return the memory of a run: an evaluation, steps, an evaluation, a step.
 
+    `eval_rows`: of an evaluation batch; by default as many as in training, and 0 for a run without evaluation.
     Raises torch.OutOfMemoryError if the device has less memory.
     """
     device = torch.device(plan.hardware.device_type)
@@ -60,8 +62,10 @@ def measure(plan: Plan, shape: Shape, head: Head, eval_rows: int | None = None) 
             run.engine.init_state()
             release_unused_memory()
             batch = dummy_micro_batch(run, shape, head, training=True, times=2 if accumulates_gradients(plan) else 1).to(device)
-            evaluated = dummy_micro_batch(run, Shape(eval_rows or shape.rows, shape.width), head, training=False).to(device)
-            train, evaluate = partial(train_step, run, batch), partial(evaluation_step, run, evaluated)
+            train, evaluate = partial(train_step, run, batch), nothing
+            if eval_rows != 0:
+                evaluated = dummy_micro_batch(run, Shape(eval_rows or shape.rows, shape.width), head, training=False).to(device)
+                evaluate = partial(evaluation_step, run, evaluated)
             evaluate()
             train()  # libraries allocate some memory only once
             gc.collect()
@@ -73,15 +77,20 @@ def measure(plan: Plan, shape: Shape, head: Head, eval_rows: int | None = None) 
     return Measured(train, evaluation, reserved)
 
 
-def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
+def nothing() -> None:
+    """The evaluation of a run that has none."""
+
+
+def with_measurement(plan: Plan, memory: MemoryPlan, lengths: Lengths) -> MemoryPlan:
     """Return `memory` with measured peaks instead of predicted ones; the difference counts as temporary.
 
     Raises InputError for a device that this machine does not have, torch.OutOfMemoryError if the device has less memory.
     """
     if plan.hardware.source == "described":
         raise InputError(f"--measure: this machine has no {plan.hardware.name}. To measure this machine, add --hardware detected")
-    measured = measure(plan, Shape(memory.rows, memory.width), head, plan.batch.eval_rows(memory.width))
+    measured = measure(plan, Shape(memory.rows, memory.width), lengths.head, lengths.eval_batch(plan, memory.width))
     peak = measured.train / GIB
+    evaluation = "" if memory.eval_peak_gib is None else f", {memory.eval_peak_gib:.3f} GiB evaluation"
     parts = memory.parts | {"temporary": memory.parts["temporary"] + peak - memory.peak_gib}
     return replace(
         memory,
@@ -89,9 +98,9 @@ def with_measurement(plan: Plan, memory: MemoryPlan, head: Head) -> MemoryPlan:
         error="steps and evaluations on this device",
         parts=parts,
         peak_gib=peak,
-        eval_peak_gib=measured.eval / GIB,
+        eval_peak_gib=None if memory.eval_peak_gib is None else measured.eval / GIB,
         reserved_gib=measured.reserved / GIB,
-        note=f"predicted ({memory.tier}): {memory.peak_gib:.3f} GiB training, {memory.eval_peak_gib or 0:.3f} GiB evaluation",
+        note=f"predicted ({memory.tier}): {memory.peak_gib:.3f} GiB training{evaluation}",
     )
 
 

@@ -107,7 +107,7 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     return replace(
         memory,
         largest_train=largest_played(lambda rows: run(rows, eval_batch(width), width), budget),
-        largest_eval=largest_played(lambda most: run(rows, most, width), budget),
+        largest_eval=None if lengths.eval_rows == 0 else largest_played(lambda most: run(rows, most, width), budget),
         largest_max_length=longest,
     )
 
@@ -151,7 +151,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
     return replace(
         memory_of(plan, shape, lengths, "traced", parts, steps[0].host_bytes()),
         peak_gib=(run.train.bytes + buckets + waiting) / GIB,
-        eval_peak_gib=(run.eval.bytes + buckets) / GIB,
+        eval_peak_gib=None if lengths.eval_rows == 0 else (run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,
         pool_gib=run.pool / GIB,
         time=predict_time(plan, trace.train, lengths.train, shape.width),
