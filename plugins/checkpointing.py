@@ -1,6 +1,7 @@
 """Activation checkpointing: a layer stores only its input and recomputes its activations in the backward pass.
 
-`layers = "all"` checkpoints every layer, `layers = n` every n-th one. `layers = "selective"` stores the results of matrix
+`layers = "all"` checkpoints every layer, `layers = n` every n-th one, `layers = "auto"` as little as the forecast allows: none,
+"selective" or "all". `layers = "selective"` stores the results of matrix
 products and attention, and recomputes only cheap operations (norms, activations, dropout).
 `offload = true` also moves the stored inputs to pinned host memory until the backward pass. Then the device holds the input of
 one layer at a time, whatever the number of layers.
@@ -24,7 +25,7 @@ from pydantic import Field, model_validator
 from hwopt import plugin as hw
 from hwopt.errors import PluginError
 
-Layers = Literal["all", "selective"] | Annotated[int, Field(ge=1)]
+Layers = Literal["all", "selective", "auto"] | Annotated[int, Field(ge=1)]
 
 
 def keep_products() -> Any:
@@ -119,7 +120,8 @@ def described(layers: Layers, count: int, offload: bool = False) -> tuple[float,
     if layers == "selective":
         meaning = "storing products and attention: a few percent more time"
         return 1.05, "recomputes all but matrix products and attention", f"all {count} layers, {meaning}"
-    return 1 + 0.33 / layers, f"recomputes the forward pass of one in {layers} layers", f"one in {layers} of {count} layers"
+    part = f"one in {layers}"
+    return 1 + 0.33 / interval(layers), f"recomputes the forward pass of {part} layers", f"{part} of {count} layers"
 
 
 class Checkpointing(hw.Plugin):
@@ -144,8 +146,9 @@ class Checkpointing(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        layers: Layers = Field(
-            default="all", description='"all", "selective" (store matrix products and attention), or n: every n-th layer.'
+        layers: Annotated[Layers, hw.FitsMemory()] = Field(
+            default="all",
+            description='"all", "selective" (store matrix products and attention), n: every n-th layer, "auto": by the forecast.',
         )
         offload: bool = Field(default=False, description="Keep the inputs of the checkpointed layers in pinned host memory.")
 
@@ -170,6 +173,11 @@ class Checkpointing(hw.Plugin):
                 to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}"
             )
         able = context.hardware.can("offload")
+        if layers == "auto":
+            offload = self.options.offload and bool(able)
+            names = ["all"] if offload else ["selective", "all"]
+            options = [self.options.model_copy(update={"layers": name, "offload": offload}) for name in names]
+            return hw.Decision.choose(options, f"the fastest that fits of: off, {', '.join(names)}", optional=True)
         if self.options.offload and not able:
             to = self.options.model_copy(update={"offload": False})
             return hw.Decision.fallback(to, f"{able.reason}; the inputs of the layers stay there")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ def plan_for(
     facts = facts_of_model(model, script.adapter)
     sizes, more = sizes_of(script, before, tables)
     final = inputs.profile(profile, [*asked, *own, *sizes])
-    plan = resolve(
+    resolved = partial(
+        resolve,
         # without defaults for data, such as max_length, and without a step's rows: these are the script's
         replace(final, content=final.content.model_copy(update={"data": DataDefaults(), "plugins": stepless(final, tables)})),
         with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
@@ -144,6 +146,9 @@ def plan_for(
         lacking=script.lacks,
         tokens_per_sample=lambda: script.tokens_per_sample,
     )
+    plan = resolved()
+    if plan.chose:  # the lengths of the script's texts are not known yet: the least memory
+        plan = resolved(choices={entry.name: entry.choices - 1 for entry in plan.entries})
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)

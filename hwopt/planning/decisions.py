@@ -31,6 +31,8 @@ class PluginDecision:
     """The file and line of the plugin's table, or "--set"."""
     choices: int = 1
     """Number of options that `probe` offers to the memory planner; 1 without a choice."""
+    optional: bool = False
+    """Whether the first choice is to skip the plugin, and the last one is taken where nothing can be forecast."""
     replaced: bool = False
     """Whether other plugins replace everything that this one writes, or the host sets it; `decision` is then "skip"."""
 
@@ -113,8 +115,10 @@ def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choi
     with plugin_hook(entry.who, "probe()"):
         decision = plugin.probe(context)
         check_decision(decision, type(plugin).Options)
-        if decision.options:
-            plugin = type(plugin)(decision.options[choice if decision.kind == "choose" else 0])
+        choices: list[PluginOptions | None] = [None] * decision.optional + list(decision.options)
+        chosen = choices[choice if decision.kind == "choose" else 0] if choices else None
+        if chosen is not None:
+            plugin = type(plugin)(chosen)
     provenance = {
         key: profile.place("plugins", plugin.name, key) if key in options.model_fields_set else "default"
         for key in type(options).model_fields
@@ -122,14 +126,17 @@ def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choi
     for key in type(options).model_fields:
         if getattr(plugin.options, key) != getattr(options, key):
             provenance[key] = f"decided here, instead of {getattr(options, key)!r} ({provenance[key]})"
-    kind = "apply" if decision.kind == "choose" else decision.kind
+    kind = decision.kind
+    if kind == "choose":
+        kind = "skip" if chosen is None else "apply"
     return replace(
         entry,
         plugin=plugin,
         decision=kind,
         reason=decision.reason,
         provenance=provenance,
-        choices=len(decision.options) if decision.kind == "choose" else 1,
+        choices=len(choices) if decision.kind == "choose" else 1,
+        optional=decision.optional,
     )
 
 

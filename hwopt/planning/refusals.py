@@ -128,12 +128,12 @@ ROUTER = {"cut": "splits a step by length", "collate": "packs the rows of a step
 def refuse_changes(plan: Plan, notes: Sequence[str]) -> None:
     """Raise PluginError for every fallback and skip, and for `notes`, as `--strict` requires.
 
-    A plugin that yields (`Relations.yields`) may be skipped if the user did not name it.
+    A plugin that yields (`Relations.yields`) may be skipped if the user did not name it, and one that is only used if needed.
     """
     problems = Problems()
     for entry in plan.entries:
         yielded = entry.decision == "skip" and entry.plugin.relations.yields and entry.name not in plan.profile.chosen
-        if entry.decision != "apply" and not entry.replaced and not yielded:  # a replaced plugin is skipped on request
+        if entry.decision != "apply" and not (entry.replaced or entry.optional or yielded):
             problems.add(f"--strict: {entry.author}: {entry.decision}: {entry.reason}")
     for note in notes:
         problems.add(f"--strict: {note}")

@@ -118,10 +118,12 @@ class Decision:
     reason: str
     options: tuple[PluginOptions, ...] = ()
     """apply: the options with every "auto" replaced; fallback: the options used instead; choose: the candidates."""
+    optional: bool = False
+    """choose: whether the plugin is skipped if the run fits without it."""
 
     def __post_init__(self) -> None:
         number = len(self.options)
-        least, most = {"apply": (0, 1), "fallback": (1, 1), "skip": (0, 0), "choose": (2, number)}[self.kind]
+        least, most = {"apply": (0, 1), "fallback": (1, 1), "skip": (0, 0), "choose": (2 - self.optional, number)}[self.kind]
         if not least <= number <= most:
             raise TypeError(f"Decision.{self.kind} got {number} options; Decision.apply(reason, options) takes a single one")
 
@@ -141,9 +143,13 @@ class Decision:
         return cls("skip", reason)
 
     @classmethod
-    def choose(cls, options: Sequence[PluginOptions], reason: str) -> Decision:
-        """The memory planner uses the first of `options` that fits into memory. At least two, cheapest first."""
-        return cls("choose", reason, tuple(options))
+    def choose(cls, options: Sequence[PluginOptions], reason: str, optional: bool = False) -> Decision:
+        """The memory planner uses the first of `options` that fits into memory. At least two, cheapest first.
+
+        With `optional` it skips the plugin if the run fits without, and uses the last option where nothing can be forecast;
+        without, the latter is an error.
+        """
+        return cls("choose", reason, tuple(options), optional)
 
 
 class Plugin:

@@ -227,7 +227,7 @@ def resolve_choices(
     """Return `plan` with every choice (`Decision.choose`) at its first option that fits the device, and the reason.
 
     `before` has the options by plugin of the run that is resumed; they are kept. If no option of a plugin fits, the last one is
-    taken: it needs the least memory. Raises NoForecastError if the recipe cannot be traced.
+    taken: it needs the least memory. Raises NoForecastError if the recipe cannot be traced and a choice is not `optional`.
     """
     chosen: dict[str, int] = {}
     reasons: dict[str, str] = {}
@@ -257,6 +257,9 @@ def first_fitting_choice(
             rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
             continue
         memory = plan_memory(plan, cache, lengths)
+        if memory.lower_bound and entry.optional:
+            chosen[entry.name] = entry.choices - 1
+            return with_choices(chosen), f"{entry.reason}; this model's memory cannot be forecast"
         if memory.lower_bound:
             raise NoForecastError(
                 f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
