@@ -24,6 +24,9 @@ def load_weights(
     import torch
     from safetensors import SafetensorError
 
+    named = getattr(config, "transformers_weights", None)  # transformers opens this file whatever `use_safetensors` says
+    if named is not None and not str(named).endswith((".safetensors", ".safetensors.index.json")):
+        raise only_pickles(name)
     try:
         model, loading_info = auto_class.from_pretrained(
             name,
@@ -38,12 +41,16 @@ def load_weights(
     except (OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
         if not (isinstance(error, OSError) and "safetensors" in str(error)):
             raise unreadable(name, error) from error
-        raise InputError(
-            f"model.name: {name!r} has no weights in safetensors format, and hwopt does not open pickles. "
-            "If you trust the model, load it elsewhere and save it again with save_pretrained()"
-        ) from error
+        raise only_pickles(name) from error
     refuse_mismatched_weights(name, loading_info, model.base_model_prefix, new_head)
     return model
+
+
+def only_pickles(name: str) -> InputError:
+    return InputError(
+        f"model.name: {name!r} has no weights in safetensors format, and hwopt does not open pickles. "
+        "If you trust the model, load it elsewhere and save it again with save_pretrained()"
+    )
 
 
 def unreadable(name: str, reason: object) -> InputError:

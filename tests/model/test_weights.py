@@ -53,7 +53,8 @@ def test_corrupt_weights_are_rejected(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_pickles_are_rejected(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"transformers_weights": "pytorch_model.bin"}])
+def test_pickles_are_rejected(changes: dict[str, str], tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(InputError, match="no weights in safetensors format, and hwopt does not open pickles"):
-        load(tmp_path)
+        load(tmp_path, **changes)
