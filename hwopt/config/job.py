@@ -134,8 +134,7 @@ def _add_kinds(schema: dict[str, Any]) -> None:
     schema["enum"] = task_kinds()
 
 
-Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]
-"""The name of an installed task."""
+Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]  # the name of an installed task
 
 
 class ChangesLoss(NamedTuple):
@@ -201,8 +200,7 @@ class JobFile:
 
     job: Job
     document: Document
-    plugins: Document | None = None
-    """The table `plugins` of the job's file: options on top of those of the profile."""
+    plugins: Document | None = None  # the table `plugins` of the job's file: options on top of those of the profile
 
     def place(self, *key: str) -> str:
         return self.document.place(key)
@@ -241,8 +239,7 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     return replace(make_job(without, assignments), plugins=replace(document, data={"plugins": plugins}))
 
 
-DATA_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")
-"""Of files that are given as JOB by mistake."""
+DATA_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # of files that are given as JOB by mistake
 
 ALTERNATIVES = (
     {("model", "name"), ("model", "config")},

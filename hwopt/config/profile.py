@@ -180,8 +180,7 @@ class _Parents:
     files: Mapping[str, Path]
     merge: MergeOptions
     read: Callable[[Path], Document]
-    chosen: set[str] = field(default_factory=set)
-    """The plugins that files which are not installed name."""
+    chosen: set[str] = field(default_factory=set)  # the plugins that files which are not installed name
 
     def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
         """`path` over its parents; `children` are the files that led here."""

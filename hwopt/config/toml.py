@@ -18,8 +18,7 @@ from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 from hwopt.text import truncate
 
-MAX_BYTES = 1_000_000
-"""Of a profile or a job."""
+MAX_BYTES = 1_000_000  # of a profile or a job
 
 Key = tuple[str, ...]
 

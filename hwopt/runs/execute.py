@@ -91,10 +91,8 @@ class Execution(Listener):
         shown = [Journal(), *([listener] if listener else [])] if self.rank == 0 else []
         self.listener = Listeners(*shown, self)
         self.watchdog: Watchdog | None = None
-        self.own: Run | None = None
-        """The run, once its folder is locked."""
-        self.ending = ""
-        """How it ended, if this process has written it into the status."""
+        self.own: Run | None = None  # the run, once its folder is locked
+        self.ending = ""  # how it ended, if this process has written it into the status
 
     def on_out_of_memory(self, run: Run, rows: int) -> None:
         """Remember which micro-batch size did not fit, so that the next plan does not choose it."""

@@ -31,12 +31,10 @@ class Target:
     """Where a run writes, and what it resumes. `require_usable` reports mistakes before anything slow."""
 
     output_dir: Path = Path("runs")
-    name: str | None = None
-    """The folder below `output_dir`; None: named after job and profile."""
+    name: str | None = None  # the folder below `output_dir`; None: named after job and profile
     resume: bool | Path = False
     """True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint."""
-    fresh: bool = False
-    """Start over in an existing folder; the old run is kept beside it."""
+    fresh: bool = False  # start over in an existing folder; the old run is kept beside it
 
     @property
     def checkpoint(self) -> Path | None:

@@ -7,8 +7,7 @@ from hwopt.system.atomic_folder import MANIFEST
 from hwopt.text import first_line
 from hwopt.training.run import Run
 
-LOCAL = (MANIFEST, *PLAN_FILES)
-"""Files of `final/` that stay here: checksums, and what holds paths of this machine."""
+LOCAL = (MANIFEST, *PLAN_FILES)  # files of `final/` that stay here: checksums, and what holds paths of this machine
 
 
 def warn_without_token(run: Run) -> None:

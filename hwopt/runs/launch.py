@@ -31,10 +31,8 @@ from hwopt.text import truncate
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-RUN_FOLDER_FILE = "run-folder"
-"""The file in the launch folder that holds the path of the run folder."""
-RANKS_PER_CORE = 4
-"""The limit without CUDA devices."""
+RUN_FOLDER_FILE = "run-folder"  # the file in the launch folder that holds the path of the run folder
+RANKS_PER_CORE = 4  # the limit without CUDA devices
 
 
 def ranks_to_start(requested: str, environment: Mapping[str, str]) -> int:

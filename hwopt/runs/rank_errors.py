@@ -45,10 +45,8 @@ class RankError(LaunchOutcome):
     """The error with which one rank ended."""
 
     timestamp: float
-    secondhand: bool = False
-    """Another rank caused this error."""
-    killed_others: bool = False
-    """The watchdog of this rank killed the other ranks."""
+    secondhand: bool = False  # another rank caused this error
+    killed_others: bool = False  # the watchdog of this rank killed the other ranks
 
 
 def report_error(exit_code: int, message: str, *, secondhand: bool = False, killed_others: bool = False) -> bool:

@@ -23,10 +23,8 @@ from hwopt.tensor_tree import HostCopies, flatten
 if TYPE_CHECKING:
     from torch import Tensor
 
-OVERHEAD = 1.02
-"""Bytes on disk per byte of tensors: configs, the tokenizer and the file system need some."""
-HEARTBEAT_SECONDS = 0.5
-"""How long `wait` waits for the disk before it tells the watchdog that the run is alive."""
+OVERHEAD = 1.02  # bytes on disk per byte of tensors: configs, the tokenizer and the file system need some
+HEARTBEAT_SECONDS = 0.5  # how long `wait` waits for the disk before it tells the watchdog that the run is alive
 
 
 class AsyncWriter:
@@ -38,8 +36,7 @@ class AsyncWriter:
         self.last: Future[None] | None = None
         self.target: Path | None = None
         """The folder that the thread writes, or has written without a report to the run yet."""
-        self.seconds = 0.0
-        """Duration of the last write."""
+        self.seconds = 0.0  # duration of the last write
 
     def write(
         self,

@@ -29,13 +29,10 @@ class BestModel:
         self.sign = 1.0 if greater_is_better else -1.0
         self.value: float | None = None
         self.step = 0
-        self.evaluated = 0
-        """The step of the last evaluation."""
-        self.latest: Metrics = {}
-        """The metrics of the last evaluation."""
+        self.evaluated = 0  # the step of the last evaluation
+        self.latest: Metrics = {}  # the metrics of the last evaluation
         self.details: dict[str, Any] = {}
-        self.metrics: Metrics = {}
-        """Those of the best evaluation."""
+        self.metrics: Metrics = {}  # those of the best evaluation
 
     def state_dict(self) -> dict[str, Any]:
         kept = ("metric", "value", "step", "evaluated", "latest", "details", "metrics")

@@ -18,8 +18,7 @@ from hwopt.text import cut
 
 LICENSE_KEYS = ("license", "license_name", "license_link")
 TIMING = ("_runtime", "_samples_per_second")
-MAX_CLASSES = 100
-"""Classes of which the card has the metrics; a summary.json has those of all."""
+MAX_CLASSES = 100  # classes of which the card has the metrics; a summary.json has those of all
 
 
 def model_card(run: SavableRun, summary: Mapping[str, Any], best_metrics: Mapping[str, float]) -> str:

@@ -33,8 +33,7 @@ class Checkpoint:
     """`checkpoint-<step>/` of a run folder: a model that `from_pretrained` opens, with the training state beside it."""
 
     folder: Path
-    content: Mapping[str, Any]
-    """The content of its training_state.json."""
+    content: Mapping[str, Any]  # the content of its training_state.json
 
     @property
     def step(self) -> int:

@@ -19,15 +19,11 @@ class SavableRun(RunView, Protocol):
     """A run whose weights and training state can be written to its folder; `hwopt.training.run.Run` says what the rest means."""
 
     folder: Path
-    engine: Any
-    """The engine, which also copies, gathers and loads its state."""
-    skeleton: Any
-    """The model without tensors; `save_pretrained` is called on it while the model trains."""
-    prepared: Any
-    """The tokenised data, with the tokenizer that is saved beside the model."""
+    engine: Any  # the engine, which also copies, gathers and loads its state
+    skeleton: Any  # the model without tensors; `save_pretrained` is called on it while the model trains
+    prepared: Any  # the tokenised data, with the tokenizer that is saved beside the model
     task: Any
-    checkpoint: Checkpoint | None
-    """The checkpoint that the run resumes from; None for a new run."""
+    checkpoint: Checkpoint | None  # the checkpoint that the run resumes from; None for a new run
 
     @property
     def recipe(self) -> Recipe: ...

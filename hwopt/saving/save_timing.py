@@ -11,10 +11,8 @@ from hwopt.saving.state_size import state_size
 from hwopt.system import signals
 from hwopt.system.atomic_folder import GIB
 
-SAVE = 1
-"""The requested action "save"; the exit codes of signals are greater."""
-HOST_SHARE = 0.9
-"""The part of the free host memory that the copy for a timed checkpoint may take."""
+SAVE = 1  # the requested action "save"; the exit codes of signals are greater
+HOST_SHARE = 0.9  # the part of the free host memory that the copy for a timed checkpoint may take
 
 
 class SaveTiming:

@@ -32,8 +32,7 @@ class Evaluation:
         self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn, quiet_steps_needed=QUIET_BATCHES)
         if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), GeneratedMetrics):
             raise InputError("task.rouge: the engine of this plan cannot generate text while it trains. Remove task.rouge")
-        self.details: dict[str, Any] = {}
-        """`Metrics.details` of the last evaluation."""
+        self.details: dict[str, Any] = {}  # `Metrics.details` of the last evaluation
 
     def due(self) -> bool:
         """Whether to evaluate after this step: every `eval_steps`, else at the end of each epoch, and after the last step."""

@@ -23,8 +23,7 @@ from hwopt.text import truncate
 if TYPE_CHECKING:
     from hwopt.planning.decisions import PluginDecision
 
-Collected = list[tuple["PluginDecision", Evidence]]
-"""(decision, evidence) of every applied plugin."""
+Collected = list[tuple["PluginDecision", Evidence]]  # (decision, evidence) of every applied plugin
 RANGE = "hwopt.module:"
 """The profiler's ranges of linear layers and of attention begin so; the name of the module follows."""
 ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn", "aten::_softmax")
@@ -159,8 +158,7 @@ class Call:
     name: str
     thread: int
     start_ns: int
-    dtype: str = ""
-    """Of the first matrix of a product, as the profiler names it: "c10::BFloat16"."""
+    dtype: str = ""  # of the first matrix of a product, as the profiler names it: "c10::BFloat16"
 
 
 def attention_calls(events: Iterable[Any]) -> list[Call]:

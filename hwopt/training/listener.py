@@ -6,16 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-Run = Any
-"""hwopt.training.run.Run, which imports this module."""
+Run = Any  # hwopt.training.run.Run, which imports this module
 
 Row = dict[str, Any]
 """Metric name (as in Hugging Face's Trainer) -> number. `use` is a dict of how well the device is used."""
 
-Summary = dict[str, Any]
-"""A row of totals, and results that are not one number, such as the metrics of each class."""
-DONE = "done"
-"""How a run that is complete ended."""
+Summary = dict[str, Any]  # a row of totals, and results that are not one number, such as the metrics of each class
+DONE = "done"  # how a run that is complete ended
 
 
 class Listener:

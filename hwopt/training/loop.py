@@ -67,8 +67,7 @@ class Loop:
         self.samples = GeneratedSamples(run)
         self.best = BestModel(run, writer, *best_metric(run))
         self.early_stopping = EarlyStopping(run, self.best)
-        self.evidence: evidence.Collected = []
-        """The evidence after the first step of this process."""
+        self.evidence: evidence.Collected = []  # the evidence after the first step of this process
         parts: dict[str, Stateful] = {
             "early_stopping": self.early_stopping,
             "telemetry": self.telemetry,

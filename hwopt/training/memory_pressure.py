@@ -21,10 +21,8 @@ class MemoryPressure:
         self.device = device
         self.retries = 0 if device.type != "cuda" else retries_of(torch.cuda.memory_stats(device))
         self.signs = 0
-        self.seen: set[str] = set()
-        """The signs so far, in words."""
-        self.log_points = self.short = 0
-        """Log points so far, and those with a sign."""
+        self.seen: set[str] = set()  # the signs so far, in words
+        self.log_points = self.short = 0  # log points so far, and those with a sign
         self.may_spill = platform.system() == "Windows" or "microsoft" in platform.release().lower()
 
     @property

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
 
 
-MAX_ROWS = 50
-"""Number of the longest rows in the report."""
+MAX_ROWS = 50  # number of the longest rows in the report
 
 
 def write_report(run: Run, reason: str) -> None:

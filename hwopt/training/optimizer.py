@@ -18,8 +18,7 @@ from hwopt.training.run import Run
 if TYPE_CHECKING:
     from hwopt.config.job_training import Training
 
-Groups = list[dict[str, Any]]
-"""torch's parameter groups, each with "params" and, as torch calls it, "param_names"."""
+Groups = list[dict[str, Any]]  # torch's parameter groups, each with "params" and, as torch calls it, "param_names"
 
 
 def build_optimizer(run: Run) -> None:

@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 class Progress:
     """How far a run is. Checkpoints hold its `state_dict`; the other fields belong to this process."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    between_steps: bool = True
-    """False while the optimizer changes the weights: then they cannot be saved."""
-    peers_lost: bool = False
-    """True once the other ranks do not answer any more."""
-    batch: StepBatch | None = None
-    """The step batch of the step that runs now, or of the last one."""
-    last_batch: StepBatch | None = None
-    """The step batch of the last finished step."""
+    step: int = 0  # optimizer steps done
+    between_steps: bool = True  # False while the optimizer changes the weights: then they cannot be saved
+    peers_lost: bool = False  # True once the other ranks do not answer any more
+    batch: StepBatch | None = None  # the step batch of the step that runs now, or of the last one
+    last_batch: StepBatch | None = None  # the step batch of the last finished step
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -98,22 +93,17 @@ class Run(PlannedRun):
     prepared: Prepared
     listener: Listener = field(default_factory=Listener)
     progress: Progress = field(default_factory=Progress)
-    checkpoint: Checkpoint | None = None
-    """The checkpoint that the run resumes from; None for a new run."""
-    observation: Observation = field(default_factory=Observation)
-    """What torch's profiler recorded of the first step."""
+    checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from; None for a new run
+    observation: Observation = field(default_factory=Observation)  # what torch's profiler recorded of the first step
     frozen_fingerprint: Sequence[float] = ()
     """A few of the weights that are not trained, which no checkpoint holds: they must be equal on resume."""
     steps_per_epoch: int = 0
     total_steps: int = 0
 
     # build() fills these in this order
-    inner_model: Any = None
-    """The model without wrappers."""
-    skeleton: Any = None
-    """The model without its tensors: `save_pretrained` is called on it while the model trains."""
-    model: Any = None
-    """The model as the loop calls it."""
+    inner_model: Any = None  # the model without wrappers
+    skeleton: Any = None  # the model without its tensors: `save_pretrained` is called on it while the model trains
+    model: Any = None  # the model as the loop calls it
     optimizer: Any = None
     parameter_names: list[str] = field(default_factory=list)
     """The name in the model of each tensor that the optimizer updates, in the optimizer's order."""

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
 
 SAMPLES = "samples.jsonl"
-NEW_TOKENS = 64
-"""Tokens of a sample."""
+NEW_TOKENS = 64  # tokens of a sample
 
 
 class GeneratedSamples:

@@ -19,14 +19,10 @@ if TYPE_CHECKING:
     from hwopt.config.job_training import Training
 
 
-RECENT = 20
-"""Log points that a loss is compared with."""
-ENOUGH = 5
-"""Log points needed before a loss can be called a spike."""
-DEVIATIONS = 6.0
-"""Standard deviations over the median that a spike exceeds."""
-WORSE_THAN_A_GUESS = 2.0
-"""A loss so many times that of equal probabilities is worse than no training."""
+RECENT = 20  # log points that a loss is compared with
+ENOUGH = 5  # log points needed before a loss can be called a spike
+DEVIATIONS = 6.0  # standard deviations over the median that a spike exceeds
+WORSE_THAN_A_GUESS = 2.0  # a loss so many times that of equal probabilities is worse than no training
 LEAST_RISE = 0.25
 """Least rise of a spike, as a part of the first losses: late in training the standard deviation alone may be close to 0."""
 
@@ -52,8 +48,7 @@ class LossHistory:
     """The recent losses without those of a spike. A spike is reported once, however long it lasts."""
 
     recent: list[float] = field(default_factory=list)
-    first_level: float | None = None
-    """The median loss of the first log points."""
+    first_level: float | None = None  # the median loss of the first log points
     above: int = 0
     """Log points in a row above the limit. After RECENT of them the history starts again at the new level."""
 
@@ -76,16 +71,11 @@ class LossHistory:
 class LoggedInterval:
     """What DivergenceMonitor checks of the steps between two log points."""
 
-    step: int
-    """The last step of the interval."""
-    norms: Sequence[float]
-    """The gradient norm of each step; not finite if its update was skipped."""
-    loss: float
-    """The mean of the finite losses."""
-    nonfinite_losses: int = 0
-    """Micro-batches whose loss was not finite."""
-    scale: float | None = None
-    """The loss scale; None without a loss scaler."""
+    step: int  # the last step of the interval
+    norms: Sequence[float]  # the gradient norm of each step; not finite if its update was skipped
+    loss: float  # the mean of the finite losses
+    nonfinite_losses: int = 0  # micro-batches whose loss was not finite
+    scale: float | None = None  # the loss scale; None without a loss scaler
     guess: float | None = None
     """The loss of equal probabilities for all labels; None in the warm-up, and if the loss has none."""
 
@@ -99,12 +89,9 @@ class LoggedInterval:
 class DivergenceMonitor:
     """Counts skipped updates, non-finite losses and loss spikes of the whole run. Saved with checkpoints."""
 
-    skipped_updates: int = 0
-    """Updates skipped because a gradient was not finite."""
-    in_a_row: int = 0
-    """Skipped updates in a row, up to the last step."""
-    nonfinite_losses: int = 0
-    """Micro-batches whose loss was not finite."""
+    skipped_updates: int = 0  # updates skipped because a gradient was not finite
+    in_a_row: int = 0  # skipped updates in a row, up to the last step
+    nonfinite_losses: int = 0  # micro-batches whose loss was not finite
     history: LossHistory = field(default_factory=LossHistory)
     worse_than_a_guess: bool = False
     """Whether a loss was. It is reported once."""

@@ -14,10 +14,8 @@ from torch import Tensor
 class Counts:
     steps: int = 0
     samples: int = 0
-    tokens: int = 0
-    """Real tokens: padding does not count."""
-    wait: float = 0.0
-    """Seconds that the loop waited for data."""
+    tokens: int = 0  # real tokens: padding does not count
+    wait: float = 0.0  # seconds that the loop waited for data
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Counts:
@@ -39,12 +37,9 @@ def joined(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
 @dataclass
 class Interval:
     counts: Counts = field(default_factory=Counts)
-    norms: list[Tensor] = field(default_factory=list)
-    """The gradient norm of each step."""
-    losses: list[Tensor] = field(default_factory=list)
-    """What each micro-batch adds to its step's mean loss."""
-    weights: list[float] = field(default_factory=list)
-    """The part of its step that each micro-batch is."""
+    norms: list[Tensor] = field(default_factory=list)  # the gradient norm of each step
+    losses: list[Tensor] = field(default_factory=list)  # what each micro-batch adds to its step's mean loss
+    weights: list[float] = field(default_factory=list)  # the part of its step that each micro-batch is
     unmeasured: Counts = field(default_factory=Counts)
     """The part of `counts` whose time does not count: steps under the profiler."""
     unmeasured_seconds: float = 0.0

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-PERIOD = 0.5
-"""Seconds between two sampled steps, at least: the events of a step cost the host about 20 us."""
-UNREAD = 64
-"""Sampled steps that are kept at most; a run may log rarely."""
+PERIOD = 0.5  # seconds between two sampled steps, at least: the events of a step cost the host about 20 us
+UNREAD = 64  # sampled steps that are kept at most; a run may log rarely
 SLOWER = 1.15
 """A device that needs this much longer than the host for the same part of a step is not waiting for the host."""
 
@@ -20,10 +18,8 @@ SLOWER = 1.15
 class StepTimes:
     """The parts of a sampled step. Those of a micro-batch are its last one's."""
 
-    host_ms_per_micro_batch: float
-    """Time in which the host issued forward and backward pass."""
-    device_ms_per_micro_batch: float
-    """Time in which the device ran them, waits for the host included."""
+    host_ms_per_micro_batch: float  # time in which the host issued forward and backward pass
+    device_ms_per_micro_batch: float  # time in which the device ran them, waits for the host included
     device_waits: float
     """1.0 if the device waited for the host: it had done the forward pass when the host had issued the backward pass."""
     forward_share: float
@@ -51,8 +47,7 @@ class StepTimer:
         self.device: dict[str, Any] = {}
         self.host: dict[str, float] = {}
         self.forward_done = False
-        self.recorded: list[tuple[dict[str, Any], dict[str, float], bool]] = []
-        """Sampled steps that are not read yet."""
+        self.recorded: list[tuple[dict[str, Any], dict[str, float], bool]] = []  # sampled steps that are not read yet
 
     def begin_step(self) -> None:
         """A step begins. It is sampled if PERIOD seconds have passed since the last sampled one."""

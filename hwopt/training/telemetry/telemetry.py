@@ -35,12 +35,9 @@ class Snapshot:
     """The row of a log point, with the values that are being copied from the device to the host."""
 
     row: Row
-    steps: int
-    """Steps since the log point before."""
-    values: Tensor
-    """float64: the three `sums`, the gradient norm of each step, and the loss scale if there is one."""
-    ready: Any
-    """CUDA event of the copy; None on other devices."""
+    steps: int  # steps since the log point before
+    values: Tensor  # float64: the three `sums`, the gradient norm of each step, and the loss scale if there is one
+    ready: Any  # CUDA event of the copy; None on other devices
 
 
 @dataclass
@@ -48,24 +45,20 @@ class Telemetry:
     """Counts between two log points and the totals of the run. Saved with checkpoints."""
 
     run: Run
-    use: UseMeter | None = None
-    """Measures how well the device is used; None measures nothing."""
+    use: UseMeter | None = None  # measures how well the device is used; None measures nothing
     interval: Interval = field(default_factory=Interval)
     total: Counts = field(default_factory=Counts)
-    loss_total: float = 0.0
-    """Sum over the log intervals of mean loss x steps; `loss_steps` is the sum of the steps."""
+    loss_total: float = 0.0  # sum over the log intervals of mean loss x steps; `loss_steps` is the sum of the steps
     loss_steps: float = 0.0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
     pending: Snapshot | None = None
-    steps_here: int = 0
-    """Steps of this process; a resumed run starts at 0."""
+    steps_here: int = 0  # steps of this process; a resumed run starts at 0
 
     def __post_init__(self) -> None:
         self.started = self.logged = time.perf_counter()
         self.messages: list[str] = []
         self.stop_error: NonFiniteError | None = None
-        self.verdict: Verdict | None = None
-        """The verdict on the last log interval, if it is a new one."""
+        self.verdict: Verdict | None = None  # the verdict on the last log interval, if it is a new one
         self.mark_time: Callable[[str], None] = (lambda part: None) if self.use is None else self.use.timer.mark
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)

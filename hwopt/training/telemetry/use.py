@@ -17,8 +17,7 @@ from hwopt.training.telemetry.verdict import Verdict, verdict_of
 if TYPE_CHECKING:
     from hwopt.training.run import Run
 
-ENOUGH_SECONDS = 10.0
-"""Training that a verdict needs: in less, the first steps and their allocations count too much."""
+ENOUGH_SECONDS = 10.0  # training that a verdict needs: in less, the first steps and their allocations count too much
 PEAKS = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32"}
 """The profiler's name of a dtype -> its name in the profile's [card.dense_tflops]."""
 
@@ -28,14 +27,12 @@ class UseMeter:
         self.run, self.memory_pressure = run, memory_pressure
         self.sampler = Sampler(gpu_reader(run.device), self.worker_ids)
         self.timer = StepTimer(run.device)
-        self.timed, self.times = 0, dict[str, float]()
-        """Number of timed steps, and their means."""
+        self.timed, self.times = 0, dict[str, float]()  # number of timed steps, and their means
         self.counts, self.seconds = Counts(), 0.0
         """Of the whole run in this process, without profiled steps, evaluations and saves."""
         self.spoken: str = "compute-bound"
         """The limit that the user was told last; a run that computes all the time needs no message."""
-        self.changed: tuple[str, float] = ("", 0.0)
-        """A limit that differs from `spoken`, and for how many seconds."""
+        self.changed: tuple[str, float] = ("", 0.0)  # a limit that differs from `spoken`, and for how many seconds
 
     def running(self) -> AbstractContextManager[None]:
         """Sample until the end of the block."""

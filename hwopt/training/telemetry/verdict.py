@@ -15,19 +15,15 @@ Limit = Literal["spilling", "throttled", "input-bound", "host-bound", "memory-bo
 
 SPILLS, THROTTLED, DATA_WAIT, DEVICE_WAITS = 0.1, 0.2, 0.1, 0.5
 """From these parts on (of log points, samples, time, sampled steps) the sign counts."""
-IDLE_GPU_PERCENT = 70
-"""Below this mean use a GPU waits for its host, if no step could be sampled."""
-MEMORY_BUSY_PERCENT, GOOD_MFU = 60, 0.4
-"""The memory is busy most of the time, and the arithmetic units are not."""
+IDLE_GPU_PERCENT = 70  # below this mean use a GPU waits for its host, if no step could be sampled
+MEMORY_BUSY_PERCENT, GOOD_MFU = 60, 0.4  # the memory is busy most of the time, and the arithmetic units are not
 
 
 @dataclass(frozen=True)
 class Verdict:
     limit: Limit
-    figure: str
-    """What shows it, with its unit."""
-    next: str
-    """The one setting to change next, or what else to do."""
+    figure: str  # what shows it, with its unit
+    next: str  # the one setting to change next, or what else to do
 
     def __str__(self) -> str:
         return f"{self.limit}: {self.figure}. Next: {self.next}"
@@ -71,18 +67,13 @@ class VerdictInputs:
 
     cuda: bool
     workers: int
-    cores: int
-    """Of this rank."""
-    rows: int
-    """Of a micro-batch."""
-    micro_batches: int
-    """Of a step."""
+    cores: int  # of this rank
+    rows: int  # of a micro-batch
+    micro_batches: int  # of a step
     half_precision: bool
     compiled: bool
-    graphs: bool
-    """Whether CUDA graphs can be turned on: the passes are the loop's own, and so is the engine."""
-    batch_option: str
-    """The option that sets `rows`."""
+    graphs: bool  # whether CUDA graphs can be turned on: the passes are the loop's own, and so is the engine
+    batch_option: str  # the option that sets `rows`
 
 
 def advice(limit: Limit, settings: VerdictInputs) -> str:
