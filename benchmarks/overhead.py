@@ -26,7 +26,6 @@ from hwopt.plugin.recipe import Recipe
 from hwopt.training.accumulation import Accumulation
 from hwopt.training.listener import Listener
 from hwopt.training.loop import Loop
-from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Progress
 from hwopt.training.telemetry.telemetry import Telemetry
@@ -100,7 +99,7 @@ def hwopt_loop(steps: int) -> Callable[[], None]:
     run.engine = Engine(run)
     run.forward_backward = ForwardBackward(run)
     loop = Loop.__new__(Loop)  # without the parts that save and evaluate
-    loop.run, loop.use = run, UseMeter(run, MemoryPressure(run.device))
+    loop.run, loop.use = run, UseMeter(run)
     loop.telemetry = Telemetry(run, loop.use)
     loop.backoff = OomBackoff("Training", "plugins.batch.train", print)
     loop.reseed_update = reseeder(run.device, 0, UPDATE)

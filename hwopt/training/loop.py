@@ -29,7 +29,6 @@ from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.interruption import signalled, signals_acknowledged, stop
 from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
-from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.preflight import preflight
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
@@ -56,8 +55,7 @@ def train(run: Run) -> Summary:
 class Loop:
     def __init__(self, run: Run, writer: AsyncWriter) -> None:
         self.run, self.writer = run, writer
-        self.memory_pressure = MemoryPressure(run.device)
-        self.use = UseMeter(run, self.memory_pressure)
+        self.use = UseMeter(run)
         self.telemetry = Telemetry(run, self.use)
         option, whole = run.plan.batch_option("train"), bool(run.plan.router_loss)
         self.backoff = OomBackoff("Training", option, run.warn, splits=not whole, last_resorts=last_resorts(run))
@@ -127,7 +125,7 @@ class Loop:
             self.use.timer.end_step()
         if row := self.telemetry.stepped(batch):
             self.report(row)
-            if self.run.engine.accumulates and (pressure := self.memory_pressure.message()):
+            if self.run.engine.accumulates and (pressure := self.use.memory_pressure.message()):
                 self.backoff.on_pressure(batch.finest_rung, f"after step {self.run.step}", pressure)
 
     def observed_step(self, batch: StepBatch) -> None:

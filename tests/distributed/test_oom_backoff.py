@@ -23,8 +23,8 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
-from hwopt.training.memory_pressure import MemoryPressure
 from hwopt.training.run import Run
+from hwopt.training.telemetry.use import MemoryPressure
 
 Decide = Callable[[int, int, bool], bool]
 

@@ -6,7 +6,7 @@ The engine decides on the device whether an update is made; the host looks at lo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,6 @@ DEVIATIONS = 6.0  # standard deviations over the median that a spike exceeds
 WORSE_THAN_A_GUESS = 2.0  # a loss so many times that of equal probabilities is worse than no training
 LEAST_RISE = 0.25
 """Least rise of a spike, as a part of the first losses: late in training the standard deviation alone may be close to 0."""
-
-
-def advice() -> str:
-    """What to change after a divergence."""
-    dtype = option_for("mixed_precision")
-    return f"Lower training.learning_rate, look for broken samples, or train with {dtype} = 'bf16' or 'fp32'."
 
 
 def spike_above(recent: Sequence[float], first_level: float) -> float:
@@ -101,9 +95,7 @@ class DivergenceMonitor:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped_updates, self.in_a_row = state["skipped_updates"], state["in_a_row"]
-        self.nonfinite_losses = state["nonfinite_losses"]
-        self.history, self.worse_than_a_guess = LossHistory(**state["history"]), state["worse_than_a_guess"]
+        vars(self).update(state, history=LossHistory(**state["history"]))
 
     def observe(self, training: Training, total_steps: int, row: LoggedInterval) -> tuple[list[str], NonFiniteError | None]:
         """Count one log interval. Returns the warnings to show, and the error if the run must stop."""
@@ -111,14 +103,15 @@ class DivergenceMonitor:
         try:
             warnings += self._check_gradients(training, total_steps, row)
             warnings += self._check_losses(training, row)
-            warnings += self._check_guess(training, row)
-            warnings += self._check_spike(training, row)
+            if training.loss_spike != "off":
+                warnings += self._check_guess(row)
+                warnings += self._check_spike(row, training.loss_spike == "stop")
         except NonFiniteError as error:
             return warnings, error
         return warnings, None
 
-    def _check_gradients(self, training: Training, total_steps: int, row: LoggedInterval) -> list[str]:
-        """Count the skipped updates and return a warning about them. Raises NonFiniteError beyond the job's limits."""
+    def _check_gradients(self, training: Training, total_steps: int, row: LoggedInterval) -> Iterator[str]:
+        """Count the skipped updates and warn about them. Raises NonFiniteError beyond the job's limits."""
         most_in_a_row = 0
         for norm in row.norms:
             self.in_a_row = 0 if math.isfinite(norm) else self.in_a_row + 1
@@ -126,15 +119,15 @@ class DivergenceMonitor:
         skipped = row.skipped_steps()
         self.skipped_updates += len(skipped)
         self.nonfinite_losses += row.nonfinite_losses
-        limit = training.nonfinite_limit
-        if row.scale is not None and row.scale < 1:
-            raise nonfinite(f"{most_in_a_row} updates in a row were not finite up to step {row.step}, loss scale {row.scale:g}.")
+        limit, scale = training.nonfinite_limit, row.scale
+        if scale is not None and scale < 1:
+            raise nonfinite(f"{most_in_a_row} updates in a row were not finite up to step {row.step}, loss scale {scale:g}.")
         if most_in_a_row > limit:
             raise nonfinite(
                 f"{most_in_a_row} updates in a row were not finite up to step {skipped[-1]}, training.nonfinite_limit = {limit}."
             )
-        if not skipped or row.scale is not None:  # a loss scaler finds its scale by skipped updates
-            return []
+        if not skipped or scale is not None:  # a loss scaler finds its scale by skipped updates
+            return
         at = f"{'step' if len(skipped) == 1 else 'steps'} {listing([f'{step:,}' for step in skipped], 5)}"
         if training.on_nonfinite != "skip":
             raise nonfinite(
@@ -147,48 +140,41 @@ class DivergenceMonitor:
                 f"{self.skipped_updates} of {total_steps:,} updates were not finite up to step {skipped[-1]}, "
                 f"training.nonfinite_fraction = {training.nonfinite_fraction:g} allows {allowed}."
             )
-        return [
+        yield (
             f"a gradient was not finite at {at}: the update was skipped ({self.skipped_updates} so far; "
             f"the run stops after more than {limit} in a row or {allowed} in total)"
-        ]
+        )
 
-    def _check_losses(self, training: Training, row: LoggedInterval) -> list[str]:
-        """Return a warning about non-finite losses. Raises NonFiniteError unless the job skips them."""
-        if not row.nonfinite_losses:
-            return []
-        if training.on_nonfinite != "skip":
+    def _check_losses(self, training: Training, row: LoggedInterval) -> Iterator[str]:
+        """Warn about non-finite losses. Raises NonFiniteError unless the job skips them."""
+        if row.nonfinite_losses and training.on_nonfinite != "skip":
             raise nonfinite(f"the loss was not finite at or before step {row.step}.")
-        if row.scale is None and row.skipped_steps():  # the warning about the gradients covers these losses
-            return []
-        return [
-            f"the loss of {row.nonfinite_losses} micro-batch(es) was not finite at or before step {row.step}; "
-            "the mean loss excludes them"
-        ]
+        # without a loss scaler, the warning about skipped updates covers these losses
+        if row.nonfinite_losses and not (row.scale is None and row.skipped_steps()):
+            yield (
+                f"the loss of {row.nonfinite_losses} micro-batch(es) was not finite at or before step {row.step}; "
+                "the mean loss excludes them"
+            )
 
-    def _check_guess(self, training: Training, row: LoggedInterval) -> list[str]:
-        """Return a warning for the first loss that is far above that of a guess: no log points before it are needed."""
-        if training.loss_spike == "off" or row.guess is None or self.worse_than_a_guess:
-            return []
-        self.worse_than_a_guess = row.loss > WORSE_THAN_A_GUESS * row.guess
-        if not self.worse_than_a_guess:
-            return []
-        return [
-            f"the loss is {row.loss:.4g} at step {row.step}; a model that gives every label the same probability has "
-            f"{row.guess:.4g}. Lower training.learning_rate, or check that model and tokenizer belong together"
-        ]
+    def _check_guess(self, row: LoggedInterval) -> Iterator[str]:
+        """Warn about the first loss that is far above that of a guess: no log points before it are needed."""
+        if row.guess is not None and not self.worse_than_a_guess and row.loss > WORSE_THAN_A_GUESS * row.guess:
+            self.worse_than_a_guess = True
+            yield (
+                f"the loss is {row.loss:.4g} at step {row.step}; a model that gives every label the same probability has "
+                f"{row.guess:.4g}. Lower training.learning_rate, or check that model and tokenizer belong together"
+            )
 
-    def _check_spike(self, training: Training, row: LoggedInterval) -> list[str]:
-        """Return a warning if a loss spike starts. Raises NonFiniteError if the job stops at spikes."""
-        if training.loss_spike == "off" or not math.isfinite(row.loss):
-            return []
-        usual = median(self.history.recent) if self.history.recent else row.loss
-        if not self.history.spike_starts(row.loss):
-            return []
-        spike = f"the loss rose to {row.loss:.4g} at step {row.step}; the median of the log points before is {usual:.4g}"
-        if training.loss_spike == "stop":
-            raise nonfinite(f"{spike}: the run diverged (training.loss_spike = 'stop').")
-        return [spike]
+    def _check_spike(self, row: LoggedInterval, stop: bool) -> Iterator[str]:
+        """Warn if a loss spike starts. Raises NonFiniteError if the job stops at spikes."""
+        usual = median(self.history.recent or [row.loss])
+        if math.isfinite(row.loss) and self.history.spike_starts(row.loss):
+            spike = f"the loss rose to {row.loss:.4g} at step {row.step}; the median of the log points before is {usual:.4g}"
+            if stop:
+                raise nonfinite(f"{spike}: the run diverged (training.loss_spike = 'stop').")
+            yield spike
 
 
 def nonfinite(reason: str, hint: str = "") -> NonFiniteError:
-    return NonFiniteError(f"{reason} {advice()}{hint}")
+    precision = f"train with {option_for('mixed_precision')} = 'bf16' or 'fp32'"
+    return NonFiniteError(f"{reason} Lower training.learning_rate, look for broken samples, or {precision}.{hint}")

@@ -93,7 +93,7 @@ def test_mfu_counts_real_tokens_and_what_is_trained() -> None:
         observation=SimpleNamespace(matmul_dtypes={"c10::BFloat16": 9, "float": 1}),
         plan=SimpleNamespace(context=SimpleNamespace(card=card), model=SimpleNamespace(flops_per_token=1e9)),
     )
-    meter = use.UseMeter(run, SimpleNamespace(share=0.0, seen=set()))  # type: ignore[arg-type]
+    meter = use.UseMeter(run)
     assert meter.mfu(10_000) == pytest.approx(3e13 / 1e14), "forward, and gradients of inputs and weights"
     model.requires_grad_(False)
     assert meter.mfu(10_000) == pytest.approx(2e13 / 1e14), "frozen weights have no gradients"
@@ -116,7 +116,7 @@ def test_only_sampled_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_the_run_are_means_over_its_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=None)
-    meter = use.UseMeter(run, SimpleNamespace(share=0.0, seen=set()))  # type: ignore[arg-type]
+    meter = use.UseMeter(run)
     windows = iter([[StepTimes(10.0, 1.0, 0.0, 0.3, 0.5, 0.2)], [], [StepTimes(40.0, 1.0, 0.0, 0.3, 0.5, 0.2)] * 2])
     monkeypatch.setattr(meter.timer, "take", lambda: next(windows))
     shown = [meter.mean_times().get("host_ms_per_micro_batch") for _ in range(3)]
