@@ -51,7 +51,7 @@ def bench(
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
     from hwopt.report.terminal import Terminal
-    from hwopt.runs.processes import command_line
+    from hwopt.runs.status import command_line
     from hwopt.system import signals
     from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort

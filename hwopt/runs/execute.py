@@ -27,25 +27,28 @@ from hwopt.memory.forecast.known_limits import record_limit
 from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
-from hwopt.runs.hub import push_to_hub, warn_without_token
 from hwopt.runs.journal import Journal
 from hwopt.runs.rank_errors import report_error
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
+from hwopt.saving.model_files import PLAN_FILES
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system import signals
+from hwopt.system.atomic_folder import MANIFEST
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
 from hwopt.system.watchdog import SECOND_SIGNAL, Watchdog, kill_workers_and_local_ranks
 from hwopt.tasks.base import Task
+from hwopt.text import first_line
 from hwopt.training.build import build
 from hwopt.training.early_stopping import refuse_without_evaluation
-from hwopt.training.failure import report_oom
+from hwopt.training.failure import report_oom, write_report
 from hwopt.training.listener import DONE, Listener, Listeners, Summary
 from hwopt.training.loop import train
-from hwopt.training.oom_report import write_report
 from hwopt.training.run import Run
+
+LOCAL = (MANIFEST, *PLAN_FILES)  # files of `final/` that stay here: checksums, and what holds paths of this machine
 
 
 def execute(
@@ -226,3 +229,35 @@ def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
         if not any(assignment.split(".")[1] in sizes for assignment in change.assignments)
     ]
     return "\nPredicted to save memory, the least loss of speed first:" + "".join(lines) if lines else ""
+
+
+def warn_without_token(run: Run) -> None:
+    """Warn before the run if it will not be able to upload."""
+    if not run.training.push_to_hub or not run.is_main:
+        return
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        run.warn("training.push_to_hub: the hub cannot be reached (or HF_HUB_OFFLINE is set). The run will end without an upload")
+    elif get_token() is None:
+        run.warn("training.push_to_hub: not logged in to the hub. Run `hf auth login` before the run ends, or set HF_TOKEN")
+
+
+def push_to_hub(run: Run) -> None:
+    """Upload `final/` to the repository `training.hub_model_id`, which is created if needed. Only rank 0 calls it."""
+    from huggingface_hub import HfApi
+
+    name, folder = run.training.hub_model_id, run.folder / "final"
+    assert name is not None, "the job was validated"
+    run.say(f"Uploading {folder} to {name}")
+    try:
+        hub = HfApi()
+        address = hub.create_repo(name, private=run.training.hub_private_repo, exist_ok=True)
+        message = "Upload the model of a run of hwopt"
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=list(LOCAL))
+        run.say(f"The model is on the hub: {address}")
+    except Exception as error:  # the hub client, the network and the system each raise their own; the run is complete
+        run.warn(
+            f"{folder} was not uploaded to {name} ({type(error).__name__}: {first_line(error)}). The run is complete. "
+            f"To upload it later: hf upload {name} {folder} . {' '.join(f'--exclude {file}' for file in LOCAL)}"
+        )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+import sys
 from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +17,12 @@ import tomlkit
 from hwopt.errors import exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
-from hwopt.runs.processes import METRICS, add_line, add_process, read_json_lines
-from hwopt.runs.status import SUMMARY, write_status
+from hwopt.runs.status import METRICS, PROCESSES, SUMMARY, command_line, read_json_lines, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import writing
 from hwopt.training import evidence as observe
+from hwopt.training.failure import memory_by_kind
 from hwopt.training.listener import Listener, Row, Summary
-from hwopt.training.oom_report import memory_by_kind
 
 if TYPE_CHECKING:
     from hwopt.planning.plan import Plan
@@ -85,6 +88,35 @@ class ScriptJournal(JournalFiles):
         if run.folder.is_dir():
             code = 0 if run.error is None else exit_code_of(run.error) or 1
             write_status(run.folder, code, ending)
+
+
+def add_process(run: Run) -> None:
+    """Append the line of this process. Raises OSError if it cannot be written."""
+    prepared = run.prepared
+    add_line(
+        run,
+        samples=len(prepared.train),
+        steps_per_epoch=run.steps_per_epoch,
+        data={part: store.folder.name for part, store in prepared.parts.items()},
+        metric_directions=dict(run.task.metric_directions),
+    )
+
+
+def add_line(run: Any, **facts: Any) -> None:
+    """Append the line of this process, which trains `run`, with further `facts`. Raises OSError if it cannot be written."""
+    entry = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command_line(sys.orig_argv),
+        "folder": str(Path.cwd()),
+        "hwopt": version("hwopt"),
+        "python": platform.python_version(),
+        "operating_system": platform.platform(),
+        "step": run.step,
+        "total_steps": run.total_steps,
+        **facts,
+    }
+    with open(run.folder / PROCESSES, "a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def prepare_folder(run: Any, evaluated: int) -> None:

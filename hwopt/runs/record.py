@@ -10,8 +10,7 @@ from typing import Any
 from hwopt.errors import InputError
 from hwopt.records.run_record import RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
-from hwopt.runs.processes import METRICS, PROCESSES, read_json_lines
-from hwopt.runs.status import read_object, read_status, read_summary
+from hwopt.runs.status import METRICS, PROCESSES, read_json_lines, read_object, read_status, read_summary
 from hwopt.text import printable
 
 LOG = "run.log"

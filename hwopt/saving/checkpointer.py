@@ -12,8 +12,7 @@ from hwopt.errors import InputError, StorageError
 from hwopt.saving import reader
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel
-from hwopt.saving.plugin_state import Stateful, named_by_class, restore_parts
-from hwopt.saving.savable_run import SavableRun
+from hwopt.saving.savable_run import SavableRun, Stateful, named_by_class, restore_parts
 from hwopt.saving.save_timing import SaveTiming
 from hwopt.tensor_tree import HostCopies, map_tensors
 

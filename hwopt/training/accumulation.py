@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from hwopt.text import first_line
 from hwopt.training.randomness import reseeder
 from hwopt.training.run import Run
 from hwopt.training.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from hwopt.training.evaluation import Evaluation
 
 
 class Accumulation:
@@ -74,3 +78,26 @@ def forward_and_backward(
         loss = run.forward_backward(micro_batch, number == 0, last, mark)
         mark("backward")
         add_loss(loss, micro_batch)
+
+
+def preflight(run: Run, accumulation: Accumulation, evaluation: Evaluation) -> None:
+    """Evaluate the longest samples before step 1; train on them too if the planner chose the batch size.
+
+    What can run out of memory does so here; no trace is left but the rung. What building the model left in the allocator is freed
+    before: after a quantization most of it has sizes that no step asks for, which the device would hold too.
+    """
+    release_unused_memory()
+    evaluation.preflight()
+    run.model.train()
+    if not run.plan.chose or run.checkpoint is not None:
+        return
+    batch = run.train_loader.dataset[run.train_loader.sampler.longest()].to(run.device)
+    mark, backoff = accumulation.telemetry.mark(), accumulation.backoff
+    rung = backoff.rung
+    try:
+        accumulation.accumulate(batch, "with the longest samples")
+    finally:
+        for tried in range(rung + 1, backoff.rung + 1):
+            run.listener.on_out_of_memory(run, max(1, run.batch.train >> tried))
+    run.engine.zero_grad()
+    accumulation.telemetry.reset_to(mark)

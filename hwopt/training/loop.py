@@ -10,26 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
-from hwopt.saving.final import save_final
 from hwopt.saving.model_card import model_card
-from hwopt.saving.plugin_state import Stateful
-from hwopt.saving.save_timing import SAVE
-from hwopt.saving.state_size import require_space_for_run
+from hwopt.saving.model_files import save_final
+from hwopt.saving.savable_run import Stateful
+from hwopt.saving.save_timing import SAVE, require_space_for_run
+from hwopt.system import signals
 from hwopt.training import evidence
-from hwopt.training.accumulation import Accumulation
+from hwopt.training.accumulation import Accumulation, preflight
 from hwopt.training.early_stopping import EarlyStopping
 from hwopt.training.evaluation import Evaluation
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
-from hwopt.training.interruption import signalled, signals_acknowledged, stop
 from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
-from hwopt.training.preflight import preflight
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
 from hwopt.training.samples import GeneratedSamples
@@ -78,11 +77,12 @@ class Loop:
         self.restore()
         self.run.listener.on_start(self.run)
         preflight(self.run, self.accumulation, self.evaluation)
-        with signals_acknowledged(self.run), save_on_failure(self.run, self.telemetry, self.checkpoints):
+        # a signal is answered at once, and obeyed after the step
+        with signals.deferred(self.acknowledge), save_on_failure(self.run, self.telemetry, self.checkpoints):
             with self.use.running():
                 action = self.steps()
             if action > SAVE:
-                stop(self.run, action, self.checkpoints)
+                self.stop(action)
             return self.write_final()
 
     def restore(self) -> None:
@@ -173,7 +173,7 @@ class Loop:
         with self.telemetry.paused():
             metrics = self.evaluation.evaluate()
             if metrics is None:
-                return signalled(self.run)
+                return self.signalled()
             self.early_stopping.observe(metrics[self.best.metric])
             self.best.consider(metrics, self.evaluation.details)
             self.samples.show()
@@ -188,14 +188,33 @@ class Loop:
             self.run.listener.on_log(self.run, row)
             self.telemetry.judge()
 
+    def acknowledge(self, signal: int) -> None:
+        if self.run.world_size == 1:  # launchers send ranks signals of their own, which no user asked for
+            signals.announce_stop()
+
+    def signalled(self) -> int:
+        """The exit code of a signal that any rank received, or 0. All ranks call it."""
+        code: int = self.run.engine.all_reduce_max(signals.received() or 0)
+        return code
+
+    def stop(self, code: int) -> NoReturn:
+        """Save the run and end it, because a signal asked for it. All ranks call it, and wait for the one that writes."""
+        run = self.run
+        signals.record_remote_signal(code)
+        self.checkpoints.save()
+        self.writer.wait()
+        run.engine.all_reduce_max(0)
+        run.say(f"Stopped after step {run.step:,}, saved in {run.folder}. The same command with --resume continues it")
+        raise signals.exception_for(code)
+
     def write_final(self) -> Summary:
         """Write the best weights to `final/` and return the summary."""
         run = self.run
         self.report(self.telemetry.flush())
         seconds = self.telemetry.seconds
         self.writer.wait()
-        if code := signalled(run):
-            stop(run, code, self.checkpoints)  # before the best weights replace those of the last step
+        if code := self.signalled():
+            self.stop(code)  # before the best weights replace those of the last step
         if self.checkpoints.timing.at_end():
             self.checkpoints.save()  # a run with more steps resumes from here
             self.writer.wait()

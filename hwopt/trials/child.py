@@ -94,9 +94,9 @@ def train_steps(run: Run) -> int | None:
     The largest evaluation batch is tried for its memory; nothing is evaluated or saved.
     """
     from hwopt.saving.async_writer import AsyncWriter
+    from hwopt.training.accumulation import preflight
     from hwopt.training.failure import report_oom
     from hwopt.training.loop import Loop
-    from hwopt.training.preflight import preflight
     from hwopt.training.summary import summarize
 
     writer = AsyncWriter(run)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.records.run_record import RunRecord
-from hwopt.runs.processes import PROCESSES
 from hwopt.runs.record import read_record
+from hwopt.runs.status import PROCESSES
 
 PLAN: dict[str, Any] = {
     "profile": "tiny",

@@ -14,9 +14,8 @@ from hwopt.errors import NonFiniteError
 from hwopt.report import run_files
 from hwopt.report.page import REPORT
 from hwopt.report.run_files import with_run_files
-from hwopt.runs.processes import PROCESSES
 from hwopt.runs.record import read_record
-from hwopt.runs.status import read_status
+from hwopt.runs.status import PROCESSES, read_status
 from hwopt.testing import Recorder
 
 
