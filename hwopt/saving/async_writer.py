@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 OVERHEAD = 1.02  # bytes on disk per byte of tensors: configs, the tokenizer and the file system need some
 HEARTBEAT_SECONDS = 0.5  # how long `wait` waits for the disk before it tells the watchdog that the run is alive
+PLAN_FILES = ("job.toml", "plan.json")
+"""What `hwopt predict` reads of a run beside its model, so that `final/` can be copied elsewhere alone."""
 
 
 class AsyncWriter:
@@ -138,3 +141,32 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         separate[name] = tensor.clone() if place in seen else tensor.contiguous()
         seen.add(place)
     return separate
+
+
+def save_final(run: SavableRun, writer: AsyncWriter, card: str) -> Path:
+    """Write `final/` and return its path, after the recipe's `final_steps` (merge adapters, fp32 weights). All ranks call it.
+
+    `card`: the text of its README.md.
+    """
+    target = run.folder / "final"
+    model = run.engine.unsharded_model()
+    for step in reversed(run.recipe.final_steps):
+        model = step(model, run)
+    if run.is_main:
+        writer.submit(partial(write_final, run, model, target, card))
+    writer.wait()  # all ranks wait here: a barrier would time out after some minutes
+    return target
+
+
+def write_final(run: SavableRun, model: Any, target: Path, card: str) -> None:
+    weights = model.state_dict()
+    with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
+        if run.extras.is_dir():
+            shutil.copytree(run.extras, folder, dirs_exist_ok=True)
+        model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
+        write_model(run, model, weights, folder)
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
+        for name in PLAN_FILES:
+            if (run.folder / name).is_file():  # a run by the Python API has none
+                shutil.copy(run.folder / name, folder)
+    shutil.rmtree(run.extras, ignore_errors=True)

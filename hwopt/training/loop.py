@@ -14,11 +14,10 @@ from typing import NoReturn
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.async_writer import AsyncWriter, save_final
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.model_card import model_card
-from hwopt.saving.model_files import save_final
 from hwopt.saving.savable_run import Stateful
 from hwopt.saving.save_timing import SAVE, require_space_for_run
 from hwopt.system import signals
