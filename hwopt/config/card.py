@@ -108,7 +108,6 @@ def is_laptop(device: str) -> bool:
 
 @cache
 def known_cards() -> tuple[KnownCard, ...]:
-    """The cards of cards.toml."""
     text = files("hwopt.config").joinpath("cards.toml").read_text(encoding="utf-8")
     return tuple(KnownCard.model_validate(table) for table in tomllib.loads(text)["cards"])
 

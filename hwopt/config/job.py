@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hwopt.config.job_model import Model
-from hwopt.config.job_paths import with_paths_from
-from hwopt.config.job_sources import Sources, TrainingSources
+from hwopt.config.job_sources import Sources, TrainingSources, with_paths_from
 from hwopt.config.job_training import Training
 from hwopt.config.job_values import Columns, Encoding, Table, Texts, as_tuple
 from hwopt.config.task_kinds import kinds_that_read, task_class, task_kinds
@@ -196,8 +195,6 @@ TABLES = tuple(Job.model_fields)
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job and the document that it came from."""
-
     job: Job
     document: Document
     plugins: Document | None = None  # the table `plugins` of the job's file: options on top of those of the profile

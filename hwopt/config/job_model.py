@@ -38,10 +38,8 @@ class Model(Table):
 
     @property
     def chooses_weights(self) -> bool:
-        """Whether the job says which weights are trained."""
         return bool(self.freeze or self.train_only)
 
     @property
     def label(self) -> str:
-        """A short name for the screen."""
         return self.name or f"{(self.config or {}).get('model_type')} (random)"

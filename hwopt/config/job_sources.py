@@ -1,14 +1,19 @@
-"""The sources of a job's data: one file, glob or hub name, a list of them, or a mixture with weights."""
+"""The sources of a job: one file, glob or hub name, a list of them, or a mixture with weights; the paths in a job's file."""
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hwopt.config.job_values import Source, Table
+from hwopt.config.toml import Document
 from hwopt.text import listing, truncate
 
 ONE, SEVERAL, MIXED = "(source)", "(sources)", "(mixture)"
@@ -75,3 +80,34 @@ def described(sources: TrainingSources, name: Callable[[str], str] = str) -> str
     names = [name(path) for path in paths_of(sources)]
     shares = shares_of(sources)
     return listing([f"{share:.1%} {each}" for share, each in zip(shares, names, strict=True)] if shares else names)
+
+
+PATHS = {
+    "data": ("train", "eval", "test", "more_eval", "chat_template"),
+    "model": ("name", "tokenizer"),
+}
+"""Table -> its keys whose values may be paths."""
+
+
+def with_paths_from(folder: Path, document: Document) -> Document:
+    """`document` with each relative path that exists in `folder` as a path from the working directory; the rest unchanged."""
+    if folder.resolve() == Path.cwd():
+        return document
+    data = dict(document.data)
+    for name, keys in PATHS.items():
+        if isinstance(table := data.get(name), dict):
+            data[name] = table | {key: from_folder(folder, table[key]) for key in keys if key in table}
+    return replace(document, data=data)
+
+
+def from_folder(folder: Path, value: Any) -> Any:
+    """The value of a key of `PATHS`: a path, a list of paths, a list of tables with a path, or a table of paths."""
+    if isinstance(value, list):
+        return [from_folder(folder, each) for each in value]
+    if isinstance(value, dict):
+        paths = {"path"} & value.keys() or value.keys()
+        return value | {key: from_folder(folder, value[key]) for key in paths}
+    if not isinstance(value, str) or not value or "\0" in value or os.path.isabs(os.path.expanduser(value)):
+        return value
+    there = os.path.join(folder, value)
+    return there if os.path.lexists(there) or glob.glob(value, root_dir=folder, recursive=True) else value

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from hwopt.config.job_values import Table
-from hwopt.text import listing, truncate
+from hwopt.text import listing
 
 Scheduler = Literal[
     "linear",
@@ -39,11 +38,9 @@ NEEDED_OPTIONS: Mapping[Scheduler, tuple[str, ...]] = {
 
 
 def _repository(name: str) -> str:
-    """`name`. Raises ValueError if the hub does not allow it as the name of a repository."""
-    part = r"(?=.{1,96}$)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-    owner, slash, own = name.rpartition("/")
-    if not all(re.fullmatch(part, each) for each in (own, *([owner] if slash else []))) or "--" in name or ".." in name:
-        raise ValueError(f'{truncate(name)} is not a repository name; expected OWNER/NAME, such as "me/my-model"')
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(name)  # raises a ValueError
     return name
 
 

@@ -42,7 +42,6 @@ from hwopt.system.watchdog import SECOND_SIGNAL, Watchdog, kill_workers_and_loca
 from hwopt.tasks.base import Task
 from hwopt.text import first_line
 from hwopt.training.build import build
-from hwopt.training.early_stopping import refuse_without_evaluation
 from hwopt.training.failure import report_oom, write_report
 from hwopt.training.listener import DONE, Listener, Listeners, Summary
 from hwopt.training.loop import train
@@ -132,7 +131,6 @@ class Execution(Listener):
     def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None) -> Summary:
         def claim(run: Run) -> None:
             best_metric(run)  # errors in the job are reported before a folder is made
-            refuse_without_evaluation(run)
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
             warn_without_token(run)
@@ -232,7 +230,6 @@ def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
 
 
 def warn_without_token(run: Run) -> None:
-    """Warn before the run if it will not be able to upload."""
     if not run.training.push_to_hub or not run.is_main:
         return
     from huggingface_hub import constants, get_token

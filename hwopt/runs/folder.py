@@ -92,7 +92,6 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
 
 
 def refuse_bad_name(name: str) -> None:
-    """Raise InputError if `name` is not a plain folder name."""
     if not re.fullmatch(r"\w([\w .-]{0,118}\w)?", name):
         raise InputError(
             f"--name {truncate(name)}: not a valid folder name. Use letters, digits, '-', '_' and '.', without '/' or '..'"
@@ -100,7 +99,6 @@ def refuse_bad_name(name: str) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
     return next(each for each in (path, *path.absolute().parents) if path_kind(each, "--output-dir") != "missing")
 
 

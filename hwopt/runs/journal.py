@@ -61,7 +61,13 @@ class Journal(JournalFiles):
             prepare_folder(run, evaluated)
             (folder / "job.toml").write_text(tomlkit.dumps(job_table(run.plan)), encoding="utf-8")
             (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
-            add_process(run)
+            add_line(
+                run,
+                samples=len(run.prepared.train),
+                steps_per_epoch=run.steps_per_epoch,
+                data={part: store.folder.name for part, store in run.prepared.parts.items()},
+                metric_directions=dict(run.task.metric_directions),
+            )
         write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: asdict(settings_of(run))})
         if run.prepared.bad_rows:
             write_json(folder / "left_out.json", run.prepared.bad_rows)
@@ -88,18 +94,6 @@ class ScriptJournal(JournalFiles):
         if run.folder.is_dir():
             code = 0 if run.error is None else exit_code_of(run.error) or 1
             write_status(run.folder, code, ending)
-
-
-def add_process(run: Run) -> None:
-    """Append the line of this process. Raises OSError if it cannot be written."""
-    prepared = run.prepared
-    add_line(
-        run,
-        samples=len(prepared.train),
-        steps_per_epoch=run.steps_per_epoch,
-        data={part: store.folder.name for part, store in prepared.parts.items()},
-        metric_directions=dict(run.task.metric_directions),
-    )
 
 
 def add_line(run: Any, **facts: Any) -> None:

@@ -42,8 +42,6 @@ class LaunchOutcome:
 
 @dataclass(frozen=True)
 class RankError(LaunchOutcome):
-    """The error with which one rank ended."""
-
     timestamp: float
     secondhand: bool = False  # another rank caused this error
     killed_others: bool = False  # the watchdog of this rank killed the other ranks

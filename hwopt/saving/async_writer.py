@@ -101,7 +101,6 @@ class AsyncWriter:
                 self.run.was_saved(target)
 
     def close(self) -> None:
-        """Wait for the thread and end it."""
         self.pool.shutdown(wait=True)
 
 

@@ -92,7 +92,7 @@ class BestModel:
 def best_metric(run: SavableRun) -> tuple[str, bool]:
     """(metric, whether greater is better) that decides the best weights: training.metric_for_best_model, or the task's own.
 
-    Raises InputError if there is no such metric.
+    Raises InputError if there is no such metric, or no evaluation data for it or for early stopping.
     """
     asked = run.training.metric_for_best_model
     name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
@@ -103,8 +103,9 @@ def best_metric(run: SavableRun) -> tuple[str, bool]:
             f"training.metric_for_best_model: this task has no metric {asked!r}.{nearest(name, known)} "
             f"Choose one of: {listing(known)}"
         )
-    if asked and run.prepared.eval is None:
-        raise InputError("training.metric_for_best_model needs evaluation data: set data.eval or data.eval_fraction")
+    for key in ("metric_for_best_model", "early_stopping_patience"):
+        if getattr(run.training, key) is not None and run.prepared.eval is None:
+            raise InputError(f"training.{key}: needs evaluation data: set data.eval or data.eval_fraction")
     greater = run.training.greater_is_better
     metric = max((metric for metric in metrics if name.endswith(f"_{metric}")), key=len)
     return name, run.task.greater_is_better(metric) if greater is None else greater

@@ -40,23 +40,19 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def new_run(run: Run) -> None:
-    """The default `claim_folder`: the run starts at its first step, in the folder that was given."""
-
-
 @contextmanager
 def build(
     plan: Plan,
     folder: Path,
     cache: Path,
-    claim_folder: Callable[[Run], None] = new_run,
+    claim_folder: Callable[[Run], None] = lambda run: None,
     listener: Listener | None = None,
     task: Task | None = None,
 ) -> Iterator[Run]:
     """Build the run of `plan`, with its job's task unless another `task` is given.
 
     `folder` is the run folder, which is not created here. `cache` has the tokenised data. `claim_folder` is called when the ranks
-    can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`.
+    can communicate; it sets `run.folder`, `run.checkpoint` and `run.progress`, which are those of a new run by default.
     """
     release_unused_memory()
     with ExitStack() as stack:
@@ -92,7 +88,6 @@ def build(
 
 
 def make_accelerator(plan: Plan) -> Accelerator:
-    """An Accelerator with the options of the recipe."""
     from accelerate import Accelerator
 
     options = {"cpu": plan.hardware.device_type == "cpu", "mixed_precision": "no"} | dict(plan.recipe.accelerator)

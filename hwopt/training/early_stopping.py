@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hwopt.errors import InputError
 from hwopt.saving.best_model import BestModel
 from hwopt.training.run import Run
 
@@ -25,7 +24,6 @@ class EarlyStopping:
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends now."""
         return self.patience is not None and self.count >= self.patience
 
     def observe(self, value: float) -> None:
@@ -38,7 +36,6 @@ class EarlyStopping:
         self.count = 0 if improved else self.count + 1
 
     def message(self) -> str:
-        """Why the run ends."""
         threshold = self.run.training.early_stopping_threshold
         by = f" by more than {threshold:g}" if threshold else ""
         return (
@@ -55,9 +52,3 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = int(state["count"])
-
-
-def refuse_without_evaluation(run: Run) -> None:
-    """Raise InputError for early stopping without evaluation data."""
-    if run.training.early_stopping_patience is not None and run.prepared.eval is None:
-        raise InputError("training.early_stopping_patience: needs evaluation data: set data.eval or data.eval_fraction")

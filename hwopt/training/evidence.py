@@ -153,8 +153,6 @@ def is_attention(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator."""
-
     name: str
     thread: int
     start_ns: int

@@ -117,5 +117,4 @@ def memory_by_kind(run: Run) -> dict[str, float]:
 
 
 def gib_of(tensors: Iterable[Tensor]) -> float:
-    """GiB of all `tensors` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GIB

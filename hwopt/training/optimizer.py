@@ -52,7 +52,6 @@ def state_defaults(optimizer: Any, settings: Mapping[str, Any]) -> None:
 
 
 def updated_by(optimizer: Any) -> list[Tensor]:
-    """The tensors that `optimizer` updates, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -108,7 +107,6 @@ def decay_groups(named: Sequence[tuple[str, Any]], training: Training) -> Groups
 
 
 def warmup_steps(training: Training, total_steps: int) -> int:
-    """The warm-up in optimizer steps."""
     return ceil((training.warmup_ratio or 0.0) * total_steps) if training.warmup_steps is None else training.warmup_steps
 
 

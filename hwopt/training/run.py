@@ -71,11 +71,9 @@ class PlannedRun:
         return self.rank == 0
 
     def say(self, message: str) -> None:
-        """Show a note to the user."""
         self.listener.on_message(self, message)
 
     def warn(self, message: str) -> None:
-        """Show a warning to the user."""
         self.listener.on_warning(self, message)
 
 

@@ -74,7 +74,6 @@ class LoggedInterval:
     """The loss of equal probabilities for all labels; None in the warm-up, and if the loss has none."""
 
     def skipped_steps(self) -> list[int]:
-        """The steps whose update was skipped."""
         first = self.step - len(self.norms) + 1
         return [step for step, norm in enumerate(self.norms, first) if not math.isfinite(norm)]
 
@@ -91,7 +90,6 @@ class DivergenceMonitor:
     """Whether a loss was. It is reported once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,6 @@ class Counts:
     samples: int = 0
     tokens: int = 0  # real tokens: padding does not count
     wait: float = 0.0  # seconds that the loop waited for data
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Counts:
-        """Raises ValueError for values that are not numbers."""
-        return cls(int(state["steps"]), int(state["samples"]), int(state["tokens"]), float(state["wait"]))
 
     def add(self, other: Counts) -> None:
         self.steps += other.steps

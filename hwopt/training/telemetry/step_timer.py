@@ -71,7 +71,6 @@ class StepTimer:
                 self.forward_done = bool(self.device["forward"].query())
 
     def end_step(self) -> None:
-        """The step is complete."""
         if self.sampling:
             self.mark("update")
             if self.host.keys() >= {"step", "micro_batch", "forward", "backward", "update"}:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import NonFiniteError
+from hwopt.hardware.monitor import peak_memory_gib
+from hwopt.training.listener import Row
 from hwopt.training.optimizer import warmup_steps
 from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval
 from hwopt.training.telemetry.interval import Counts, Interval, joined
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from hwopt.training.run import Run
     from hwopt.training.telemetry.use import UseMeter
     from hwopt.training.telemetry.verdict import Verdict
-from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.training.listener import Row
 
 
 @dataclass
@@ -88,7 +88,6 @@ class Telemetry:
             self.interval.unmeasured_seconds += time.perf_counter() - began
 
     def waited(self, seconds: float) -> None:
-        """Count `seconds` that the loop waited for data."""
         self.interval.counts.wait += seconds
 
     def add_loss(self, loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -247,11 +246,11 @@ class Telemetry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; the first rank continues the sums of all ranks."""
         self.divergence.load_state_dict(state["watch"])
-        self.total = Counts.of(state["total"])
+        self.total = Counts(**state["total"])
         self.loss_total, self.loss_steps = state["loss_total"], state["loss_steps"]
         self.started = time.perf_counter() - state["seconds"]
         interval = state["interval"]
-        self.interval = Interval(Counts.of(interval["counts"]))
+        self.interval = Interval(Counts(**interval["counts"]))
         self.interval.norms += torch.tensor(interval["norms"], dtype=torch.float64, device=self.run.device)
         if self.run.is_main:
             loss_sum, weight, count = interval["sums"]

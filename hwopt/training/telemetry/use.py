@@ -35,11 +35,9 @@ class UseMeter:
         self.changed: tuple[str, float] = ("", 0.0)  # a limit that differs from `spoken`, and for how many seconds
 
     def running(self) -> AbstractContextManager[None]:
-        """Sample until the end of the block."""
         return self.sampler.running()
 
     def worker_ids(self) -> list[int]:
-        """The process ids of the workers that load the training data."""
         workers = getattr(getattr(self.run.train_loader, "_iterator", None), "_workers", ())
         return [worker.pid for worker in workers if worker.pid is not None]
 
