@@ -38,7 +38,7 @@ NEEDED_OPTIONS: Mapping[Scheduler, tuple[str, ...]] = {
 
 
 def _repository(name: str) -> str:
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     validate_repo_id(name)  # raises a ValueError
     return name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hwopt.config.card import Card, known_card
+from hwopt.config.card import known_card
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import Hardware, described
@@ -48,13 +48,6 @@ def test_variant_has_its_own_peaks(
 )
 def test_card_of_another_name_or_size_has_no_peaks(profile: str, device: str, capability: tuple[int, int], gib: float) -> None:
     assert shipped(profile).card_of(described(device, capability, gib)) is None
-
-
-def test_profile_of_a_laptop_card_keeps_its_own_peaks() -> None:
-    card = Card(match=("RTX 4090 Laptop GPU",), memory_gib=15.6, compute_capability="8.9", memory_bandwidth_gbps=576)
-    name = "NVIDIA GeForce RTX 4090 Laptop GPU"
-    assert card.variant_named(name) is None
-    assert card.describes(described(name, (8, 9), 15.6))
 
 
 @pytest.mark.parametrize(

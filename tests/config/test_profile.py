@@ -9,7 +9,6 @@ from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.config.validation import validate
 from hwopt.errors import InputError
-from hwopt.hardware.device import described
 from hwopt.plugin.registry import Registry
 
 PARENT = """name = "parent"
@@ -94,10 +93,3 @@ def test_every_profile_of_the_repository_is_valid(spec: str) -> None:
     assert Path(spec).name == "profile.toml" or (profile.name == Path(spec).stem and profile.content.summary)
     for plugin in dict(profile.plugin_tables()).keys() - {"as_published"}:  # a plugin of the benchmarks
         validate(registry.plugin(plugin).Options, profile.document, ("plugins", plugin))
-
-
-def test_card_of_is_the_profiles_card_on_such_a_device_only() -> None:
-    profile = load_profile("rtx3070_8gb", profile_files())
-    assert profile.card_of(described("NVIDIA GeForce RTX 3070", (8, 6), 8.0)) is profile.card
-    assert profile.card_of(described("NVIDIA GeForce RTX 3090", (8, 6), 24.0)) is None
-    assert profile.card_of(described("NVIDIA GeForce RTX 3070", None, 8.0)) is None, "a CPU"

@@ -40,11 +40,7 @@ def test_every_problem_at_once_with_its_line() -> None:
     "raw",
     [
         b"a = " + b"[" * 100_000 + b"]" * 100_000,
-        b"a = 1\na = 2",
         b"a = \xff",
-        b"\x00",
-        b"# " + b"x" * 2_000_000,
-        b"training = 3",
         b"[[training]]",
     ],
 )
@@ -143,11 +139,8 @@ def test_contradictory_job_is_refused(extra: list[str]) -> None:
 def test_key_lines_are_found_in_tables_and_arrays() -> None:
     text = 'a = 1\n[b]\nc.d = 2\n[[e]]\nf = 1\n[[e]]\n"g h" = 2\n'
     lines = dict(key_lines(text))
-    assert lines["a",] == 1
-    assert lines["b",] == 2
-    assert lines["b", "c", "d"] == 3
-    assert lines["e", "0", "f"] == 5
-    assert lines["e", "1", "g h"] == 7
+    expected = {("a",): 1, ("b",): 2, ("b", "c", "d"): 3, ("e", "0", "f"): 5, ("e", "1", "g h"): 7}
+    assert {key: lines[key] for key in expected} == expected
 
 
 class Alternatives(BaseModel):

@@ -89,9 +89,3 @@ def test_target_without_a_name_takes_the_next_free_folder(tmp_path: Path) -> Non
     assert next_folder is not None
     assert next_folder() == target.folder("job-cpu") == tmp_path / "job-cpu-2"
     assert Target(tmp_path, "mine").next_folder("job-cpu") is None
-
-
-def test_target_without_a_checkpoint_has_no_metadata(tmp_path: Path) -> None:
-    assert Target(tmp_path).saved() == {}
-    assert Target(tmp_path, resume=True).saved() == {}, "the folder needs the plan"
-    assert Target(tmp_path, resume=True).saved("job-cpu") == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,7 @@ from hypothesis import strategies as st
 from hwopt.config.job_training import Training
 from hwopt.errors import NonFiniteError
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt.training.telemetry.divergence import (
-    ENOUGH,
-    RECENT,
-    DivergenceMonitor,
-    LoggedInterval,
-    LossHistory,
-    spike_above,
-)
-
-LOSSES = st.floats(0.01, 20.0)
-
-
-@given(st.lists(LOSSES, min_size=ENOUGH, max_size=RECENT), LOSSES)
-def test_spike_limit_is_above_the_median_and_robust_to_outliers(recent: list[float], began: float) -> None:
-    """The limit exceeds the median by at least a quarter of the first loss, and a few outliers do not move it."""
-    limit = spike_above(recent, began)
-    assert limit >= sorted(recent)[len(recent) // 2 - (len(recent) % 2 == 0)] + 0.25 * began
-    few = (len(recent) - 1) // 4
-    outliers = [*recent[few:], *[1e6] * few]
-    assert spike_above(outliers, began) < 1e6
+from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval, LossHistory
 
 
 @given(st.integers(0, 2**32), st.integers(1, 15), st.floats(2.0, 50.0))
@@ -50,11 +32,8 @@ def test_loss_that_stays_high_becomes_the_new_level() -> None:
     history = LossHistory()
     jumps = [history.spike_starts(loss) for loss in [1.0] * 10 + [5.0] * 60 + [30.0]]
     assert [number for number, jumped in enumerate(jumps) if jumped] == [10, 70]
-
-
-def test_first_log_points_are_never_spikes() -> None:
     history = LossHistory()
-    assert not any(history.spike_starts(loss) for loss in [9.0, 0.1, 50.0, 0.1])
+    assert not any(history.spike_starts(loss) for loss in [9.0, 0.1, 50.0, 0.1]), "too few log points"
 
 
 def observe(
@@ -78,19 +57,10 @@ def test_loss_scaler_may_skip_overflowing_updates_within_the_limit() -> None:
     assert "the loss of 1 micro-batch(es) was not finite" in messages[0]
 
 
-def test_state_dict_restores_counts_and_history() -> None:
-    state = {
-        "skipped_updates": 2,
-        "in_a_row": 1,
-        "nonfinite_losses": 3,
-        "history": {"recent": [2.0, 1.5], "first_level": 2.0, "above": 4},
-        "worse_than_a_guess": True,
-    }
-    monitor = DivergenceMonitor()
-    monitor.load_state_dict(state)
-    assert (monitor.skipped_updates, monitor.in_a_row, monitor.nonfinite_losses) == (2, 1, 3)
-    assert monitor.history == LossHistory([2.0, 1.5], 2.0, 4)
-    assert monitor.state_dict() == state
+def test_state_survives_json() -> None:
+    monitor, resumed = DivergenceMonitor(2, 1, 3, LossHistory([2.0, 1.5], 2.0, 4), True), DivergenceMonitor()
+    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert resumed == monitor
 
 
 @pytest.mark.parametrize("follows", ["warn", "stop", "off"])
@@ -119,13 +89,6 @@ def test_loss_far_above_a_guess_warns_at_the_first_log_point_after_the_warm_up()
     assert "the loss is 25 at step 3; a model that gives every label the same probability has 5.66" in found[2][0][0]
     off = DivergenceMonitor().observe(Training(loss_spike="off"), 100, LoggedInterval(3, [1.0], 25.0, guess=5.66))
     assert off == ([], None)
-
-
-@pytest.mark.parametrize("warmup", [0, 4])
-def test_learning_rate_that_is_far_too_high_is_named_at_once(warmup: int, tmp_path: Path) -> None:
-    training = {"max_steps": 4, "learning_rate": 1e3, "max_grad_norm": 0, "logging_steps": 1, "warmup_steps": warmup}
-    recorder = train_tiny(plan_for(tiny_profile(), tiny_job(tmp_path / "data", **training)), tmp_path)
-    assert sum("gives every label the same probability" in line for line in recorder.warnings) == (not warmup), recorder.losses
 
 
 def spiking_schedule(run: Any) -> Any:

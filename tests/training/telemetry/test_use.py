@@ -112,13 +112,3 @@ def test_only_sampled_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(timer.take()) == 1
     assert timer.take() == []
     assert StepTimes.mean([]) == {}
-
-
-def test_times_of_the_run_are_means_over_its_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=None)
-    meter = use.UseMeter(run)
-    windows = iter([[StepTimes(10.0, 1.0, 0.0, 0.3, 0.5, 0.2)], [], [StepTimes(40.0, 1.0, 0.0, 0.3, 0.5, 0.2)] * 2])
-    monkeypatch.setattr(meter.timer, "take", lambda: next(windows))
-    shown = [meter.mean_times().get("host_ms_per_micro_batch") for _ in range(3)]
-    assert shown == [10.0, None, 40.0]
-    assert meter.times["host_ms_per_micro_batch"] == pytest.approx(30.0)
