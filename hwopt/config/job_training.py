@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -21,20 +22,19 @@ Scheduler = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-SCHEDULER_OPTIONS: Mapping[Scheduler, str] = {
-    "cosine": "num_cycles",
-    "cosine_with_restarts": "num_cycles",
-    "cosine_with_min_lr": "min_lr min_lr_rate num_cycles",
-    "polynomial": "lr_end power",
-    "inverse_sqrt": "timescale",
-    "warmup_stable_decay": "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
-}
-"""Schedule -> the options that transformers has for it."""
 NEEDED_OPTIONS: Mapping[Scheduler, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
 """Schedule -> the options of which it needs exactly one."""
+
+
+def schedule_options(schedule: Scheduler) -> list[str]:
+    """The options that transformers has for `schedule`. Imports transformers' schedules, which takes two seconds."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
+
+    given = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")  # by the loop
+    return [name for name in signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(schedule)]).parameters if name not in given]
 
 
 def _repository(name: str) -> str:
@@ -107,11 +107,11 @@ class Training(Table):
 
     def _check_schedule(self) -> None:
         given, schedule = self.lr_scheduler_kwargs, self.lr_scheduler_type
-        known = SCHEDULER_OPTIONS.get(schedule, "").split()
-        needed = NEEDED_OPTIONS.get(schedule, ())
+        known = schedule_options(schedule) if given else []
         if unknown := [key for key in given if key not in known]:
             has = f"its options are {listing(known)}" if known else "it has no options"
             raise ValueError(f"lr_scheduler_kwargs: {schedule} does not know {listing(unknown)}; {has}")
+        needed = NEEDED_OPTIONS.get(schedule, ())
         if needed and len([key for key in needed if key in given]) != 1:
             others = "".join(f", or {key}" for key in needed[1:])
             raise ValueError(f"{schedule} needs lr_scheduler_kwargs = {{ {needed[0]} = … }}{others}")

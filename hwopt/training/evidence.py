@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -86,28 +87,15 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
     ranges: list[Any] = []
     hooks = []
-
-    def count(name: str) -> Any:
-        return lambda module, inputs: calls.update((name,))
-
-    def begin(name: str) -> Any:
-        def hook(module: Any, inputs: Any) -> None:
-            ranges.append(record_function(f"{RANGE}{name}"))
-            ranges[-1].__enter__()
-
-        return hook
-
-    def end(module: Any, inputs: Any, output: Any) -> None:
-        ranges.pop().__exit__(None, None, None)
-
     if not any(module._compiled_call_impl is not None for module in model.modules()):
         attends = {*attention_modules(model)}
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(count(name)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: calls.update((name,))))
             plain = isinstance(module, torch.nn.Linear) and module.weight.is_floating_point()  # not packed in 4 or 8 bit
             if plain or name in attends:
-                hooks.append(module.register_forward_pre_hook(begin(name)))
-                hooks.append(module.register_forward_hook(end, always_call=True))
+                begin = partial(record_function, f"{RANGE}{name}")
+                hooks.append(module.register_forward_pre_hook(lambda *_, begin=begin: ranges.append(begin().__enter__())))
+                hooks.append(module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True))
     try:
         yield calls
     finally:
@@ -251,8 +239,7 @@ def evidence_of(decision: PluginDecision, run: RunView) -> Evidence:
     """The evidence of one plugin. Raises PluginError if evidence() raises or returns something else."""
     with plugin_guard(decision.who, "evidence()"):
         evidence = verify(decision.plugin, run)
-    valid = isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)
-    if not valid:
+    if not (isinstance(evidence, Evidence) and evidence.status in STATUS and isinstance(evidence.seen, str)):
         raise PluginError(f"{decision.who}: evidence() returned {truncate(evidence)} instead of an Evidence")
     return evidence
 
