@@ -149,9 +149,7 @@ class TaskOptions(Table):
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which is not a sum over micro-batches."""
     class_weights: Annotated[
-        Literal["balanced"] | dict[str, float] | None,
-        BeforeValidator(_class_weights),
-        ChangesLoss("weight"),
+        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), ChangesLoss("weight")
     ] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     rouge: bool = False

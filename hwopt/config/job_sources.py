@@ -82,10 +82,7 @@ def described(sources: TrainingSources, name: Callable[[str], str] = str) -> str
     return listing([f"{share:.1%} {each}" for share, each in zip(shares, names, strict=True)] if shares else names)
 
 
-PATHS = {
-    "data": ("train", "eval", "test", "more_eval", "chat_template"),
-    "model": ("name", "tokenizer"),
-}
+PATHS = {"data": ("train", "eval", "test", "more_eval", "chat_template"), "model": ("name", "tokenizer")}
 """Table -> its keys whose values may be paths."""
 
 

@@ -35,12 +35,7 @@ COMMENTS = {
     "training.num_train_epochs": "passes over the training data",
     "training.learning_rate": "the peak of the schedule",
 }
-OPTIONAL = {
-    "training": (
-        "# eval_steps = 100  # default: evaluate after each epoch",
-        "# seed = 0",
-    )
-}
+OPTIONAL = {"training": ("# eval_steps = 100  # default: evaluate after each epoch", "# seed = 0")}
 """Lines at the end of a table."""
 
 

@@ -29,12 +29,7 @@ class AlreadyComplete(Exception):
 
 
 def claim_run_folder(
-    run: Run,
-    stack: contextlib.ExitStack,
-    *,
-    resume: bool | Path,
-    fresh: bool,
-    next_folder: Callable[[], Path] | None = None,
+    run: Run, stack: contextlib.ExitStack, *, resume: bool | Path, fresh: bool, next_folder: Callable[[], Path] | None = None
 ) -> None:
     """Set run.folder, run.checkpoint and run.progress, the same on all ranks.
 

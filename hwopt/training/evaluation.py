@@ -132,13 +132,7 @@ class Forward:
             yield micro_batch.end_row
 
 
-def add_batch(
-    forward: Forward,
-    batch: StepBatch,
-    backoff: OomBackoff,
-    where: str,
-    free: Callable[[], bool] = bool,
-) -> None:
+def add_batch(forward: Forward, batch: StepBatch, backoff: OomBackoff, where: str, free: Callable[[], bool] = bool) -> None:
     """Add every row of `batch` once, in smaller micro-batches if memory runs out and there is nothing to `free`."""
     work = partial(forward.rows, batch)
     each_row_once(work, len(batch.lengths), batch.finest_rung, batch.largest_micro_batch, backoff, where, free)

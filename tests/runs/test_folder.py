@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwopt.errors import FolderInUseError, InputError
-from hwopt.runs.folder import (
-    LOCK,
-    OWNER,
-    Target,
-    folder_for_resume,
-    in_use_on_this_host,
-    lock_run_folder,
-    run_folder,
-)
+from hwopt.runs.folder import LOCK, OWNER, Target, folder_for_resume, in_use_on_this_host, lock_run_folder, run_folder
 
 
 def test_default_name_is_the_first_free_one(tmp_path: Path) -> None:

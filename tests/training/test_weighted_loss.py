@@ -113,11 +113,7 @@ def test_a_label_without_a_weight_has_weight_1() -> None:
 @pytest.mark.parametrize(
     ("kind", "assignment", "message"),
     [
-        (
-            "text-classification",
-            "task.class_weights=balance",
-            "or a table { LABEL = WEIGHT }, got 'balance'",
-        ),
+        ("text-classification", "task.class_weights=balance", "or a table { LABEL = WEIGHT }, got 'balance'"),
         ("text-classification", "task.class_weights={colour = 0}", "the weight of 'colour' is 0; expected a number above 0"),
         ("text-classification", "task.label_smoothing=1.0", "task.label_smoothing"),
         ("causal-lm", "task.class_weights=balanced", "task.class_weights belongs to task.kind = 'image-classification'"),
