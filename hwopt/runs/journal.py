@@ -10,23 +10,21 @@ from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomlkit
 
 from hwopt.errors import exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
+from hwopt.planning.plan import Plan
 from hwopt.runs.status import METRICS, PROCESSES, SUMMARY, command_line, read_json_lines, write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import writing
 from hwopt.training import evidence as observe
 from hwopt.training.failure import memory_by_kind
 from hwopt.training.listener import Listener, Row, Summary
-
-if TYPE_CHECKING:
-    from hwopt.planning.plan import Plan
-    from hwopt.training.run import Run
+from hwopt.training.run import Run
 
 
 class JournalFiles(Listener):

@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hwopt.errors import StorageError
 from hwopt.saving.model_files import write_model
@@ -20,9 +21,6 @@ from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
 from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import GIB, staged
 from hwopt.tensor_tree import HostCopies, flatten
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OVERHEAD = 1.02  # bytes on disk per byte of tensors: configs, the tokenizer and the file system need some
 HEARTBEAT_SECONDS = 0.5  # how long `wait` waits for the disk before it tells the watchdog that the run is alive

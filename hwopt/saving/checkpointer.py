@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hwopt.errors import InputError, StorageError
 from hwopt.saving import reader
@@ -15,9 +16,6 @@ from hwopt.saving.best_model import BestModel
 from hwopt.saving.savable_run import SavableRun, Stateful, named_by_class, restore_parts
 from hwopt.saving.save_timing import SaveTiming
 from hwopt.tensor_tree import HostCopies, map_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Checkpointer:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from hwopt.plugin.recipe import Recipe
 from hwopt.plugin.run_view import RunView
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hwopt.saving.reader import Checkpoint
+from hwopt.saving.reader import Checkpoint
 
 
 class SavableRun(RunView, Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,12 +11,10 @@ from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.text import first_line
+from hwopt.training.evaluation import Evaluation
 from hwopt.training.randomness import reseeder
 from hwopt.training.run import Run
 from hwopt.training.telemetry.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from hwopt.training.evaluation import Evaluation
 
 
 class Accumulation:

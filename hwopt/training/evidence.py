@@ -12,17 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hwopt.errors import PluginError
+from hwopt.planning.decisions import PluginDecision
 from hwopt.plugin import Evidence, Observation, RunView, verify
 from hwopt.plugin.guard import plugin_guard
 from hwopt.text import truncate
-
-if TYPE_CHECKING:
-    from hwopt.planning.decisions import PluginDecision
 
 Collected = list[tuple["PluginDecision", Evidence]]  # (decision, evidence) of every applied plugin
 RANGE = "hwopt.module:"

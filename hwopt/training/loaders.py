@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,9 +17,7 @@ from hwopt.data.stores.store import Store
 from hwopt.errors import DataError, PluginError, StorageError, WorkerDiedError
 from hwopt.system import signals
 from hwopt.training import randomness
-
-if TYPE_CHECKING:
-    from hwopt.training.run import Run
+from hwopt.training.run import Run
 
 
 def build_loaders(run: Run) -> None:

@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hwopt.config.job_training import Training
 from hwopt.errors import InputError, PluginError
 from hwopt.text import first_line, listing
 from hwopt.training.run import Run
-
-if TYPE_CHECKING:
-    from hwopt.config.job_training import Training
 
 Groups = list[dict[str, Any]]  # torch's parameter groups, each with "params" and, as torch calls it, "param_names"
 

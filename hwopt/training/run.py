@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hwopt.config.job_training import Training
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
@@ -18,6 +19,7 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import BatchSizes, Observation
 from hwopt.plugin.guard import unguarded
 from hwopt.plugin.recipe import Recipe
+from hwopt.saving.reader import Checkpoint
 from hwopt.tasks.base import Task
 from hwopt.tasks.next_token import with_router_loss
 from hwopt.tasks.prepared import Prepared
@@ -25,9 +27,6 @@ from hwopt.training.listener import Listener
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from hwopt.config.job_training import Training
-    from hwopt.saving.reader import Checkpoint
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,7 @@ from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.prepared import Trained
 from hwopt.text import first_line
 from hwopt.training.evaluation import evaluating
-
-if TYPE_CHECKING:
-    from hwopt.training.run import Run
+from hwopt.training.run import Run
 
 SAMPLES = "samples.jsonl"
 NEW_TOKENS = 64  # tokens of a sample

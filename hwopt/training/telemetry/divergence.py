@@ -9,15 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hwopt.config.aliases import option_for
+from hwopt.config.job_training import Training
 from hwopt.errors import NonFiniteError
 from hwopt.text import listing
-
-if TYPE_CHECKING:
-    from hwopt.config.job_training import Training
-
 
 RECENT = 20  # log points that a loss is compared with
 ENOUGH = 5  # log points needed before a loss can be called a spike

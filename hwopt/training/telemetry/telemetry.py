@@ -11,23 +11,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.errors import NonFiniteError
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.training.listener import Row
 from hwopt.training.optimizer import warmup_steps
+from hwopt.training.run import Run
 from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval
 from hwopt.training.telemetry.interval import Counts, Interval, joined
-
-if TYPE_CHECKING:
-    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
-    from hwopt.training.run import Run
-    from hwopt.training.telemetry.use import UseMeter
-    from hwopt.training.telemetry.verdict import Verdict
+from hwopt.training.telemetry.use import UseMeter
+from hwopt.training.telemetry.verdict import Verdict
 
 
 @dataclass

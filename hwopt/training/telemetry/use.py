@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import platform
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hwopt.hardware.monitor import gpu_reader
 from hwopt.hardware.sampler import Sampler
+from hwopt.training.run import Run
 from hwopt.training.telemetry.interval import Counts
 from hwopt.training.telemetry.step_timer import StepTimer, StepTimes
 from hwopt.training.telemetry.verdict import Verdict, verdict_of
-
-if TYPE_CHECKING:
-    from hwopt.training.run import Run
 
 ENOUGH_SECONDS = 10.0  # training that a verdict needs: in less, the first steps and their allocations count too much
 PEAKS = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32"}

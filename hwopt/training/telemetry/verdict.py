@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hwopt.config.aliases import option_for
-
-if TYPE_CHECKING:
-    from hwopt.training.run import Run
+from hwopt.training.run import Run
 
 Limit = Literal["spilling", "throttled", "input-bound", "host-bound", "memory-bound", "compute-bound"]
 
