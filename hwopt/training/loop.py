@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.saving.async_writer import AsyncWriter, save_final
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
@@ -31,7 +32,6 @@ from hwopt.training.loaders import batches_of
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
 from hwopt.training.samples import GeneratedSamples
-from hwopt.training.summary import summarize
 from hwopt.training.telemetry.telemetry import Telemetry
 from hwopt.training.telemetry.use import UseMeter
 
@@ -249,3 +249,27 @@ class Loop:
             if batch is None:
                 return
             yield batch.to(self.run.device)
+
+
+def summarize(run: Run, telemetry: Telemetry, use: UseMeter, seconds: float, best: BestModel) -> Summary:
+    """The totals over all ranks, of `seconds` of training, with the last metrics, the best one and the details of the best."""
+    total, world = telemetry.total, run.world_size
+    totals = {
+        "step": run.step,
+        "epoch": round(run.epoch, 4),
+        "train_runtime": seconds,
+        "train_loss": telemetry.mean_loss(),
+        "train_steps_per_second": total.steps / seconds,
+        "train_samples_per_second": total.samples * world / seconds,
+    }
+    if run.task.facts.inputs == "tokens":
+        totals["train_tokens_per_second"] = total.tokens * world / seconds
+    totals |= {"data_wait": total.wait / seconds, "peak_memory_gib": peak_memory_gib(run.device)}
+    used, verdict = use.whole(), use.verdict()
+    gpu = {"gpu_utilization": used["gpu_percent"]} if "gpu_percent" in used else {}
+    judged = {} if verdict is None else {"verdict": asdict(verdict)}
+    best_values = {} if best.value is None else {"best_step": best.step, f"best_{best.metric}": best.value}
+    details = {} if best.value is None else {f"best_eval_{name}": value for name, value in best.details.items()}
+    mixture = run.prepared.train.mixture
+    shares = {} if mixture is None else {"mixture": list(mixture.rows())}
+    return totals | gpu | shares | best.latest | best_values | details | {"use": used} | judged

@@ -96,8 +96,7 @@ def train_steps(run: Run) -> int | None:
     from hwopt.saving.async_writer import AsyncWriter
     from hwopt.training.accumulation import preflight
     from hwopt.training.failure import report_oom
-    from hwopt.training.loop import Loop
-    from hwopt.training.summary import summarize
+    from hwopt.training.loop import Loop, summarize
 
     writer = AsyncWriter(run)
     try:

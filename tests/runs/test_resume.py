@@ -26,7 +26,7 @@ from hwopt.system import signals
 from hwopt.testing import TINY_BERT, Recorder, logged, plan_for, relative_error, rewound, saved_bits, tiny_job, tiny_profile
 from hwopt.training import loop
 from hwopt.training.evaluation import Evaluation
-from hwopt.training.summary import summarize
+from hwopt.training.loop import summarize
 
 LAST = 12
 """Steps of a run here: three epochs of 41 rows, 12 a step, the last one of each 5; evaluations every 5 and at the end."""

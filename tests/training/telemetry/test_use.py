@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 from hwopt.data.batches.collate import StepDataset
 from hwopt.hardware.monitor import GpuReading
@@ -41,23 +42,15 @@ def slow(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float)
 
 
 @pytest.mark.integration
-def test_a_slow_loader_makes_a_run_input_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, StepDataset, "__getitem__", 0.5)
+@pytest.mark.parametrize("limit", ["input-bound", "compute-bound"])
+def test_what_is_slow_is_the_limit(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = limit == "input-bound"
+    slow(monkeypatch, *((StepDataset, "__getitem__") if loader else (BertForSequenceClassification, "forward")), 0.5)
     heard = trained(tmp_path)
-    assert heard.summary["verdict"]["limit"] == "input-bound"
-    assert "plugins.dataloader.num_workers" in heard.summary["verdict"]["next"] or "CPU cores" in heard.summary["verdict"]["next"]
-    told = [message for message in heard.messages if message.startswith("input-bound: the loop waited ")]
-    assert len(told) == 1, "it is told once, when it changes"
-
-
-@pytest.mark.integration
-def test_a_slow_model_on_a_cpu_is_compute_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import BertForSequenceClassification
-
-    slow(monkeypatch, BertForSequenceClassification, "forward", 0.5)
-    heard = trained(tmp_path)
-    assert heard.summary["verdict"]["limit"] == "compute-bound"
-    assert not any("-bound" in message for message in heard.messages), "nothing to change, nothing to tell"
+    assert heard.summary["verdict"]["limit"] == limit
+    told = [message for message in heard.messages if "-bound" in message]
+    assert len(told) == loader, "it is told once, and only if there is something to change"
+    assert all(message.startswith("input-bound: the loop waited ") for message in told)
 
 
 def test_a_gpu_that_lowers_its_clock_is_throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
