@@ -129,11 +129,9 @@ def _kind(value: Any) -> Any:
     return value
 
 
-def _add_kinds(schema: dict[str, Any]) -> None:
-    schema["enum"] = task_kinds()
-
-
-Kind = Annotated[str, BeforeValidator(_kind), Field(json_schema_extra=_add_kinds)]  # the name of an installed task
+Kind = Annotated[
+    str, BeforeValidator(_kind), Field(json_schema_extra=lambda schema: schema.update(enum=task_kinds()))
+]  # the name of an installed task
 
 
 class ChangesLoss(NamedTuple):

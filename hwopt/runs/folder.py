@@ -82,20 +82,16 @@ def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool
         names = [stem, *(f"{stem}-{number}" for number in range(2, 100_000))]
         free = next(index for index, each in enumerate(names) if not os.path.lexists(output_dir / each))
         return require_creatable(output_dir / names[max(0, free - 1) if resume or fresh else free])
-    refuse_bad_name(name)
+    if not re.fullmatch(r"\w([\w .-]{0,118}\w)?", name):
+        raise InputError(
+            f"--name {truncate(name)}: not a valid folder name. Use letters, digits, '-', '_' and '.', without '/' or '..'"
+        )
     folder = output_dir / name
     if folder.exists() and in_use_on_this_host(folder):
         raise folder_in_use_error(folder)
     if os.path.lexists(folder) and not (resume or (fresh and folder.is_dir())):
         raise folder_exists_error(folder)
     return require_creatable(folder)
-
-
-def refuse_bad_name(name: str) -> None:
-    if not re.fullmatch(r"\w([\w .-]{0,118}\w)?", name):
-        raise InputError(
-            f"--name {truncate(name)}: not a valid folder name. Use letters, digits, '-', '_' and '.', without '/' or '..'"
-        )
 
 
 def nearest_existing(path: Path) -> Path:

@@ -57,7 +57,10 @@ class Journal(JournalFiles):
         evaluated = run.checkpoint.content.get("evaluated", run.step) if run.checkpoint else 0
         with writing(folder):
             prepare_folder(run, evaluated)
-            (folder / "job.toml").write_text(tomlkit.dumps(job_table(run.plan)), encoding="utf-8")
+            # every default is written out, so that `hwopt run job.toml` repeats the run
+            job = run.plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
+            job |= {"training": run.training.model_dump(mode="json", exclude_none=True)}
+            (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
             (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
             add_line(
                 run,
@@ -141,12 +144,6 @@ def drop_rows_after(path: Path, step: int, evaluated: int) -> None:
     staging = path.with_suffix(".partial")
     staging.write_text("".join(rows), encoding="utf-8")
     staging.replace(path)
-
-
-def job_table(plan: Plan) -> dict[str, Any]:
-    """The job with every default written out, so that `hwopt run job.toml` repeats the run."""
-    table = plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
-    return table | {"training": plan.training.model_dump(mode="json", exclude_none=True)}
 
 
 def profile_table(plan: Plan) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
     if found is not None:
         refuse_another_run(found, run.facts)
     done = completed_steps(run.folder) if (run.folder / "final").is_dir() else 0
-    if done and (found is None or resume is True) and (done >= run.total_steps or stopped_early(run)):
+    patience = run.training.early_stopping_patience
+    stops = patience is not None and int(read_summary(run.folder).get("early_stopping_count", 0)) >= patience
+    if done and (found is None or resume is True) and (done >= run.total_steps or stops):
         raise AlreadyComplete(run)
     if done and found is None:
         raise InputError(
@@ -101,12 +103,6 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
         run.warn(f"The run had reached step {done:,}; its newest checkpoint is of step {found.step:,}. Repeating the steps since")
     run.say(f"Resuming from step {found.step:,} of {run.total_steps:,} ({found.folder})")
     return found
-
-
-def stopped_early(run: Run) -> bool:
-    """Whether the complete run in the folder stopped early, and would stop again with the present patience."""
-    patience = run.training.early_stopping_patience
-    return patience is not None and int(read_summary(run.folder).get("early_stopping_count", 0)) >= patience
 
 
 def newest_or_asked_for(run: Run, resume: bool | Path) -> Checkpoint | None:
@@ -134,14 +130,9 @@ def changed_since(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[s
         for key, value in settings.items()
         if key in before and before[key] != value
     ]
-    now, then = (plugins_of(each) for each in (settings, before))
+    now, then = ({".".join(key.split(".")[:2]) for key in each if key.startswith("plugins.")} for each in (settings, before))
     changed += [f"{name} is new" for name in sorted(now - then)]
     return changed + [f"{name} was removed" for name in sorted(then - now)]
-
-
-def plugins_of(settings: Mapping[str, Any]) -> set[str]:
-    """The plugin tables of flat `settings`: {"plugins.NAME", …}."""
-    return {".".join(key.split(".")[:2]) for key in settings if key.startswith("plugins.")}
 
 
 def refuse_another_run(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:

@@ -43,10 +43,6 @@ class EarlyStopping:
             f"{self.count} evaluations. The best weights are those of step {self.best.step:,}"
         )
 
-    def summary(self) -> dict[str, int]:
-        """The entry of the summary: the evaluations without improvement, if they ended the run."""
-        return {"early_stopping_count": self.count} if self.stops else {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
 

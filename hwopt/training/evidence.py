@@ -38,7 +38,9 @@ def observing(run: RunView) -> Iterator[None]:
     """Record the operators that the block calls in `run.observation`. The host's are enough: their names show the kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    if profiler_is_open():
+    # another profiler records, or waits in its block for the first step to record
+    waiting = "ProfilerStep" in torch.autograd.profiler.KinetoStepTracker._step_dict
+    if waiting or torch._C._autograd._profiler_enabled():
         yield
         run.observation = Observation(missing="your torch.profiler is open, and a second one would empty it")
         return
@@ -66,12 +68,6 @@ def observing(run: RunView) -> Iterator[None]:
         {name: frozenset(each.name for each in own[name] if not each.dtype) for name in own.keys() & attends - compiled},
         {name: sum(bool(each.dtype) for each in own[name]) for name in own.keys() & compiled},
     )
-
-
-def profiler_is_open() -> bool:
-    """Whether a profiler of torch records, or waits in its block for the first step to record."""
-    waiting = "ProfilerStep" in torch.autograd.profiler.KinetoStepTracker._step_dict
-    return waiting or torch._C._autograd._profiler_enabled()
 
 
 @contextmanager

@@ -221,7 +221,9 @@ class Loop:
         if run.eval_loader is None:
             self.samples.show()
         tested = self.test()
-        summary = summarize(run, self.telemetry, self.use, seconds, self.best) | self.early_stopping.summary() | tested
+        summary = summarize(run, self.telemetry, self.use, seconds, self.best) | tested
+        if self.early_stopping.stops:
+            summary["early_stopping_count"] = self.early_stopping.count
         save_final(run, self.writer, model_card(run, summary, self.best.metrics) if run.is_main else "")
         self.checkpoints.prune(best_is_final=True)
         run.listener.on_finish(run, summary)

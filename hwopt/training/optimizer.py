@@ -40,7 +40,13 @@ def build_optimizer(run: Run) -> None:
             replaced = zip(before, after, strict=True)
             names |= {id(new): names[id(old)] for old, new in replaced if id(new) not in names and id(old) in names}
     run.optimizer = optimizer
-    run.parameter_names = names_of(updated_by(optimizer), names)
+    unknown = sum(id(parameter) not in names for parameter in updated_by(optimizer))
+    if unknown:
+        raise PluginError(
+            f"recipe.optimizer_wraps: the optimizer updates {unknown} tensors that are not parameters of the model. "
+            "Regroup the parameters before another plugin replaces them, or replace them one by one in the same order"
+        )
+    run.parameter_names = [names[id(parameter)] for parameter in updated_by(optimizer)]
     run.scheduler = make_scheduler(run)
 
 
@@ -51,17 +57,6 @@ def state_defaults(optimizer: Any, settings: Mapping[str, Any]) -> None:
 
 def updated_by(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def names_of(parameters: Sequence[Tensor], names: dict[int, str]) -> list[str]:
-    """The model's name of each of `parameters`. Raises PluginError for a tensor that is not a parameter of the model."""
-    unknown = sum(id(parameter) not in names for parameter in parameters)
-    if unknown:
-        raise PluginError(
-            f"recipe.optimizer_wraps: the optimizer updates {unknown} tensors that are not parameters of the model. "
-            "Regroup the parameters before another plugin replaces them, or replace them one by one in the same order"
-        )
-    return [names[id(parameter)] for parameter in parameters]
 
 
 def parameter_groups(run: Run) -> Groups:

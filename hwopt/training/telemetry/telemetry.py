@@ -150,13 +150,14 @@ class Telemetry:
         run, counts, now = self.run, self.interval.counts, time.perf_counter()
         measured, seconds = self.interval.measured(now - self.logged)
         scale, world = run.engine.loss_scale(), run.world_size
+        schedule = run.scheduler  # which already has the rate of the next update
         scales = [] if scale is None else [scale.double().reshape(1)]
         values = torch.cat([self.sums(), joined(self.interval.norms, run.device), *scales])
         row: Row = {
             "step": run.step,
             "epoch": round(run.epoch, 4),
             "time": round(now - self.started, 3),
-            "learning_rate": rate_of_step(run.scheduler),
+            "learning_rate": float(schedule.base_lrs[0] * schedule.lr_lambdas[0](max(schedule.last_epoch - 1, 0))),
             "steps_per_second": measured.steps / seconds,
             "samples_per_second": measured.samples * world / seconds,
             "data_wait": counts.wait / seconds,
@@ -259,9 +260,3 @@ class Telemetry:
     def mean_loss(self) -> float:
         """The mean loss of all steps of the run; nan without a finite loss."""
         return self.loss_total / self.loss_steps if self.loss_steps else math.nan
-
-
-def rate_of_step(scheduler: Any) -> float:
-    """The learning rate of the last update; the scheduler already has that of the next one."""
-    done = max(scheduler.last_epoch - 1, 0)
-    return float(scheduler.base_lrs[0] * scheduler.lr_lambdas[0](done))
