@@ -121,7 +121,7 @@ class MemoryPressure:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.retries = 0 if device.type != "cuda" else retries_of(torch.cuda.memory_stats(device))
+        self.retries = 0 if device.type != "cuda" else torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
         self.signs = 0
         self.seen: set[str] = set()  # the signs so far, in words
         self.log_points = self.short = 0  # log points so far, and those with a sign
@@ -133,7 +133,7 @@ class MemoryPressure:
             return None
         stats = torch.cuda.memory_stats(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return self.judge(retries_of(stats), int(stats.get("reserved_bytes.all.current", 0)), total)
+        return self.judge(stats.get("num_alloc_retries", 0), stats.get("reserved_bytes.all.current", 0), total)
 
     def judge(self, retries: int, reserved: int, total: int) -> str | None:
         """`message` for the allocator's retries so far, its reserved bytes and the device's bytes."""
@@ -149,8 +149,3 @@ class MemoryPressure:
             return None
         self.signs = 0
         return f"{sign} at two log points in a row"
-
-
-def retries_of(stats: dict[str, Any]) -> int:
-    """How often the allocator has freed its cache and asked the driver again."""
-    return int(stats.get("num_alloc_retries", 0))
