@@ -1,7 +1,6 @@
-"""Words of transformers' TrainingArguments and of common scripts that are not keys of hwopt, and the key to give instead.
+"""Words of TrainingArguments and of common scripts, and the key of a job or the option of the command line to give instead.
 
-Words for keys of jobs and for options of the command line stand here. Plugins declare the words
-for their own options (`Plugin.aliases`). Messages and the readers of `hwopt.configs` use both.
+Plugins declare the words for their own options (`Plugin.aliases`). Messages and the readers of `hwopt.configs` use both.
 """
 
 from __future__ import annotations

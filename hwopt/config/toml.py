@@ -1,7 +1,4 @@
-"""TOML files read with the line of every key, and checked against a pydantic model with all problems at once.
-
-tomllib reads (fast, strict, TOML 1.0); it keeps no positions, so a small scan of the text finds the line of each key.
-"""
+"""TOML files read with the line of every key: tomllib keeps no positions, so a small scan of the text finds them."""
 
 from __future__ import annotations
 

@@ -69,11 +69,9 @@ class Target:
 
 
 def run_folder(output_dir: Path, name: str | None, default: str, *, resume: bool = False, fresh: bool = False) -> Path:
-    """The folder of a run, without creating it.
+    """The folder of a run, without creating it. Raises an error for a folder that cannot be used.
 
     Without a name, a new run gets the first free name of `default`, `default-2` …, and a resumed or fresh run the last used one.
-    Raises InputError if the name is not valid or exists already, FolderInUseError if another process trains in the folder, and
-    StorageError if the folder cannot be created.
     """
     if not (existing := nearest_existing(output_dir)).is_dir():
         raise InputError(f"--output-dir {output_dir}: {existing} is a file; give a folder")

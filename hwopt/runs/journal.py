@@ -80,10 +80,7 @@ class Journal(JournalFiles):
 
 
 class ScriptJournal(JournalFiles):
-    """Listener of rank 0 for a training loop that is not hwopt's (`hwopt.hosts`), whose runs `hwopt report` then reads.
-
-    The files stand in the output folder of the script, beside its checkpoints.
-    """
+    """Listener of rank 0 for a training loop that is not hwopt's: in its output folder, `hwopt report` reads the run."""
 
     def on_start(self, run: Any) -> None:
         prepare_folder(run, run.step)

@@ -74,10 +74,7 @@ class AsyncWriter:
         self.last, self.target = self.pool.submit(timed), target
 
     def wait(self, all_ranks: bool = True) -> None:
-        """Wait until everything is written. All ranks call it together, so that a slow disk looks like a hang to none of them.
-
-        Raises StorageError on the rank that writes if the write failed.
-        """
+        """Wait until all is written, or raise StorageError. All ranks call it, so that a slow disk looks like a hang to none."""
         while self.run.engine.all_reduce_max(self.busy()) if all_ranks else self.busy():
             self.run.heartbeat()
         self.run.heartbeat()
@@ -140,24 +137,19 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def save_final(run: SavableRun, writer: AsyncWriter, card: str) -> Path:
-    """Write `final/` and return its path, after the recipe's `final_steps` (merge adapters, fp32 weights). All ranks call it.
-
-    `card`: the text of its README.md.
-    """
-    target = run.folder / "final"
+def save_final(run: SavableRun, writer: AsyncWriter, card: str) -> None:
+    """Write `final/`, after the recipe's `final_steps` (merge adapters, fp32 weights). All ranks call it."""
     model = run.engine.unsharded_model()
     for step in reversed(run.recipe.final_steps):
         model = step(model, run)
     if run.is_main:
-        writer.submit(partial(write_final, run, model, target, card))
+        writer.submit(partial(write_final, run, model, card))
     writer.wait()  # all ranks wait here: a barrier would time out after some minutes
-    return target
 
 
-def write_final(run: SavableRun, model: Any, target: Path, card: str) -> None:
+def write_final(run: SavableRun, model: Any, card: str) -> None:
     weights = model.state_dict()
-    with staged(target, sum(weight.nbytes for weight in weights.values())) as folder:
+    with staged(run.folder / "final", sum(weight.nbytes for weight in weights.values())) as folder:
         if run.extras.is_dir():
             shutil.copytree(run.extras, folder, dirs_exist_ok=True)
         model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved

@@ -30,10 +30,7 @@ class Checkpointer:
         """The step of the newest checkpoint. Before the first step there is nothing to save."""
 
     def restore(self) -> None:
-        """Restore the run from its checkpoint, if it has one. All ranks call it.
-
-        Raises InputError if the checkpoint belongs to another model or optimizer.
-        """
+        """Restore the run from its checkpoint, if it has one. All ranks call it. Raises InputError if it is of another model."""
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return

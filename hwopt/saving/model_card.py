@@ -1,7 +1,4 @@
-"""The model card of a run, `final/README.md`: metadata of the hub, how to load the model, data, results, training, versions.
-
-Of local files it has the names only: a card is made to be published.
-"""
+"""The model card of a run, `final/README.md`. Of local files it has the names only: a card is made to be published."""
 
 from __future__ import annotations
 

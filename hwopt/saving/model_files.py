@@ -33,10 +33,7 @@ def skeleton_of(model: Any) -> Any:
 
 
 def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the config of `model`, `weights` instead of its own weights, and the run's tokenizer to `folder`.
-
-    Of a model without `save_pretrained`, only the state dict and the tokenizer are written.
-    """
+    """Write config, `weights` and the run's tokenizer to `folder`; of a model without `save_pretrained` no config."""
     run.prepared.tokenizer.save_pretrained(folder)
     if not hasattr(model, "save_pretrained"):
         from safetensors.torch import save_file

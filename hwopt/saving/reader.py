@@ -53,10 +53,7 @@ class Checkpoint:
 
 
 def tensors_of(folder: Path, stack: ExitStack) -> Callable[[str], Tensor]:
-    """A function name -> tensor over the files of `folder`: the training state first, then the model's weights.
-
-    The files stay open until `stack` closes. The function raises KeyError for an unknown name.
-    """
+    """A function name -> tensor (or KeyError) over the files of `folder`, open until `stack` closes: the training state first."""
     from safetensors import safe_open
 
     paths = sorted(folder.glob("[!.]*.safetensors"), key=lambda path: (path.name != TENSORS, path.name))
@@ -148,10 +145,7 @@ def quarantine(path: Path, mark: str = "damaged") -> Path:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """The checkpoint that `--resume-from path` means: `path` itself, or the newest of a run folder.
-
-    Raises InputError if there is none.
-    """
+    """The checkpoint that `--resume-from path` means: `path`, or the newest of a run folder. Raises InputError without one."""
     is_folder = path_kind(path, "--resume-from") == "folder"
     if is_folder and CHECKPOINT_NAME.fullmatch(path.name):
         return path

@@ -1,7 +1,4 @@
-"""Handle a failure in training: save the last complete step, turn out of memory into a message with the option to lower.
-
-A run that ran out of memory also writes a report: the memory in use, the row lengths, and the prediction.
-"""
+"""Handle a failure in training: save the last complete step, name the option to lower, report the memory in use."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ def last_resorts(run: RunView) -> list[Callable[[], str | None]]:
 
 
 def write_report(run: Run, reason: str) -> None:
-    """Write `out_of_memory.json`, and on CUDA `out_of_memory.pickle`, a snapshot for https://pytorch.org/memory_viz.
-
-    Skips a file that cannot be written: the error of the run matters more.
-    """
+    """Write `out_of_memory.json`, and on CUDA a snapshot for https://pytorch.org/memory_viz. Skips what cannot be written."""
     if not run.folder.is_dir():
         return
     with suppress(StorageError):

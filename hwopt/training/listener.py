@@ -58,10 +58,7 @@ class Listener:
         """Training is over and `final/` is written."""
 
     def on_end(self, run: Run, ending: str) -> None:
-        """The run ended, and status.json says how: "done", or the exit code with the message.
-
-        "" where another rank has written it.
-        """
+        """The run ended: "done", or the exit code with the message, as in status.json; "" where another rank has written it."""
 
 
 class Listeners(Listener):

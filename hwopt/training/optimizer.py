@@ -60,9 +60,9 @@ def updated_by(optimizer: Any) -> list[Tensor]:
 
 
 def parameter_groups(run: Run) -> Groups:
-    """The groups that the recipe's slot `parameter_groups` makes, or the default ones, with the job's hyperparameters.
+    """The groups of the recipe's slot, or the default ones, with the job's hyperparameters where a group has none.
 
-    Keys that a plugin's group does not have are filled in. Raises PluginError unless each trained parameter is in one group.
+    Raises PluginError unless each trained parameter is in one group.
     """
     training = run.training
     named = [(name, parameter) for name, parameter in run.inner_model.named_parameters() if parameter.requires_grad]

@@ -1,7 +1,4 @@
-"""Divergence: skipped updates, non-finite losses and loss spikes, found in the logged numbers, against the job's limits.
-
-The engine decides on the device whether an update is made; the host looks at log points only.
-"""
+"""Skipped updates, non-finite losses and loss spikes, found on the host in the logged numbers, against the job's limits."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ LEAST_RISE = 0.25
 
 
 def spike_above(recent: Sequence[float], first_level: float) -> float:
-    """The loss above which a log point is a spike, given the `recent` losses and the level that the run started at.
-
-    The standard deviation is estimated from the median absolute deviation, which a few outliers do not change.
-    """
+    """The loss that is a spike above the `recent` ones. The deviation is that of the median: a few outliers do not change it."""
     middle = median(recent)
     deviation = 1.4826 * median(abs(loss - middle) for loss in recent)
     return middle + max(DEVIATIONS * deviation, LEAST_RISE * abs(first_level))

@@ -1,8 +1,4 @@
-"""Telemetry: one row of metrics per log point, under Hugging Face's names.
-
-The loop only adds to counters. At a log point the device's values are copied to the host without blocking, and read one step
-later.
-"""
+"""One row of metrics per log point. Its values are copied to the host without blocking, and read one step later."""
 
 from __future__ import annotations
 
