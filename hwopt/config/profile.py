@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from hwopt.config.card import Card, Positive, longest_match
 from hwopt.config.job_training import Training
@@ -50,7 +50,7 @@ class DataDefaults(Table):
 class Content(Table):
     """One profile with its parents merged in."""
 
-    name: str = Field(max_length=80)
+    name: str = Field(max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     summary: str = ""
     extends: str | None = None
     card: Card = Card()
@@ -58,13 +58,6 @@ class Content(Table):
     data: DataDefaults = DataDefaults()
     training: Training = Training()
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
-
-    @field_validator("name")
-    @classmethod
-    def plain(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError(f"{truncate(name)} is not a valid name; use letters, digits, '-', '_' and '.'")
-        return name
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,32 @@
-"""What a classification run writes and shows at its end."""
+"""What a classification run writes at its end."""
 
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hwopt import api
-from hwopt.report.screen import Screen
-from hwopt.report.terminal import Terminal
 from hwopt.testing import plan_for, rewound, tiny_job, tiny_profile, train_tiny, write_samples
 
 
-def run_shown(folder: Path, **options: object) -> str:
-    """What the screen shows of a run with test data in `folder`."""
+def run_in(folder: Path, **options: Any) -> Path:
+    """The folder of a run with test data in `folder`."""
     data = {"test": str(write_samples(folder / "test.jsonl", 15, seed=2))}
     job = tiny_job(folder / "data", data=data, max_steps=6, eval_steps=2, save_steps=1, save_total_limit=0)
-    shown = StringIO()
-    screen = Screen(Terminal(file=shown, width=200))
-    target = folder / "run"
-    api.execute(plan_for(tiny_profile(), job), target, screen, cache=folder / "cache", **options)  # type: ignore[arg-type]
-    return shown.getvalue()
+    api.execute(plan_for(tiny_profile(), job), folder / "run", cache=folder / "cache", **options)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("finished")
-    return folder, run_shown(folder)
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_in(tmp_path_factory.mktemp("finished"))
 
 
-def test_summary_has_the_classes_of_the_best_evaluation_and_of_the_test(finished: tuple[Path, str]) -> None:
-    folder, _ = finished
-    summary = json.loads((folder / "run/summary.json").read_text())
+def test_summary_has_the_classes_of_the_best_evaluation_and_of_the_test(finished: Path) -> None:
+    summary = json.loads((finished / "run/summary.json").read_text())
     for prefix, samples in (("best_eval_", 12), ("test_", 15)):
         classes = summary[f"{prefix}classes"]
         assert [each["label"] for each in classes] == ["colour", "other"]
@@ -60,22 +53,11 @@ def test_further_evaluation_data_is_evaluated_beside_the_first(tmp_path: Path) -
     assert recorder.summary["best_eval_both_loss"] == best["eval_both_loss"]
 
 
-def test_the_screen_shows_the_classes_before_the_summary(finished: tuple[Path, str]) -> None:
-    _, shown = finished
-    lines = [line.split() for line in shown.splitlines()]
-    titles = [line[:3] for line in lines if line[-1:] == ["support"]]
-    assert titles == [["evaluation,", "best", "weights"], ["test,", "best", "weights"]]
-    assert shown.index("support") < shown.index("summary")
-    assert "best_eval_classes" not in shown
-    assert shown.count("true \\ predicted") == 2
-
-
-def test_details_of_the_best_evaluation_survive_a_resume(finished: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = finished
-    before = json.loads((folder / "run/summary.json").read_text())
-    rewound(folder / "run", tmp_path / "run", 5)
-    (tmp_path / "test.jsonl").write_bytes((folder / "test.jsonl").read_bytes())
-    run_shown(tmp_path, resume=True)
+def test_details_of_the_best_evaluation_survive_a_resume(finished: Path, tmp_path: Path) -> None:
+    before = json.loads((finished / "run/summary.json").read_text())
+    rewound(finished / "run", tmp_path / "run", 5)
+    (tmp_path / "test.jsonl").write_bytes((finished / "test.jsonl").read_bytes())
+    run_in(tmp_path, resume=True)
     after = json.loads((tmp_path / "run/summary.json").read_text())
     names = ("best_step", "best_eval_classes", "best_eval_confusion_matrix", "test_classes")
     assert {name: after[name] for name in names} == {name: before[name] for name in names}

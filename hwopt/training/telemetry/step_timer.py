@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 PERIOD = 0.5  # seconds between two sampled steps, at least: the events of a step cost the host about 20 us
 UNREAD = 64  # sampled steps that are kept at most; a run may log rarely
-SLOWER = 1.15
-"""A device that needs this much longer than the host for the same part of a step is not waiting for the host."""
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The parts of a sampled step. Those of a micro-batch are its last one's."""
-
-    host_ms_per_micro_batch: float  # time in which the host issued forward and backward pass
-    device_ms_per_micro_batch: float  # time in which the device ran them, waits for the host included
-    device_waits: float
-    """1.0 if the device waited for the host: it had done the forward pass when the host had issued the backward pass."""
-    forward_share: float
-    """Parts of the device's time for the step. The three add up to 1."""
-    backward_share: float
-    update_share: float
-
-    @classmethod
-    def mean(cls, times: list[StepTimes]) -> dict[str, float]:
-        """Name -> mean of `times`; empty for none. `device_waits` becomes `device_waits_share`, a part of the sampled steps."""
-        if not times:
-            return {}
-        found = {each.name: sum(getattr(one, each.name) for one in times) / len(times) for each in fields(cls)}
-        found["device_waits_share"] = found.pop("device_waits")
-        return found
+SLOWER = 1.15  # a device that needs this much longer than the host for the same part of a step is not waiting for it
 
 
 class StepTimer:
@@ -77,9 +52,9 @@ class StepTimer:
                 self.recorded.append((self.device, self.host, self.forward_done))
             self.sampling = False
 
-    def take(self) -> list[StepTimes]:
+    def take(self) -> list[dict[str, float]]:
         """The sampled steps whose events the device has passed. Does not wait for the device."""
-        found: list[StepTimes] = []
+        found = []
         while self.recorded:
             device, host, forward_done = self.recorded[0]
             if self.cuda and not device["update"].query():
@@ -88,7 +63,9 @@ class StepTimer:
             found.append(self.times(device, host, forward_done))
         return found
 
-    def times(self, device: dict[str, Any], host: dict[str, float], forward_done: bool) -> StepTimes:
+    def times(self, device: dict[str, Any], host: dict[str, float], forward_done: bool) -> dict[str, float]:
+        """The parts of a sampled step. Those of a micro-batch are its last one's; the three shares of the step add up to 1."""
+
         def elapsed(begin: str, end: str) -> float:
             if self.cuda:
                 return float(device[begin].elapsed_time(device[end]))
@@ -98,5 +75,12 @@ class StepTimer:
         ran, whole = elapsed("micro_batch", "backward"), max(elapsed("step", "update"), 1e-9)
         update = elapsed("backward", "update") / whole
         forward = elapsed("micro_batch", "forward") / max(ran, 1e-9)
-        waits = self.cuda and forward_done and ran <= SLOWER * issued
-        return StepTimes(issued, ran, float(waits), (1 - update) * forward, (1 - update) * (1 - forward), update)
+        return {
+            "host_ms_per_micro_batch": issued,  # to issue forward and backward pass
+            "device_ms_per_micro_batch": ran,  # waits for the host included
+            # the device waited if it had done the forward pass when the host had issued the backward pass
+            "device_waits_share": float(self.cuda and forward_done and ran <= SLOWER * issued),
+            "forward_share": (1 - update) * forward,
+            "backward_share": (1 - update) * (1 - forward),
+            "update_share": update,
+        }

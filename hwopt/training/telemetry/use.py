@@ -12,7 +12,7 @@ from hwopt.hardware.monitor import gpu_reader
 from hwopt.hardware.sampler import Sampler
 from hwopt.training.run import Run
 from hwopt.training.telemetry.interval import Counts
-from hwopt.training.telemetry.step_timer import StepTimer, StepTimes
+from hwopt.training.telemetry.step_timer import StepTimer
 from hwopt.training.telemetry.verdict import Verdict, verdict_of
 
 ENOUGH_SECONDS = 10.0  # training that a verdict needs: in less, the first steps and their allocations count too much
@@ -53,7 +53,7 @@ class UseMeter:
     def mean_times(self) -> dict[str, float]:
         """The means of the steps that were timed since the last call. Adds them to those of the run."""
         taken = self.timer.take()
-        means = StepTimes.mean(taken)
+        means = {name: sum(times[name] for times in taken) / len(taken) for name in (taken[0] if taken else ())}
         self.timed += len(taken)
         for name, mean in means.items():
             before = self.times.get(name, 0.0)
