@@ -66,8 +66,7 @@ class Profile:
 
     content: Content
     document: Document
-    chosen: frozenset[str] = frozenset()
-    """The plugins that the user named: in a profile of their own, in the job or with `--set`."""
+    chosen: frozenset[str] = frozenset()  # the plugins that the user named: in a profile of their own, in the job or with `--set`
 
     @property
     def name(self) -> str:

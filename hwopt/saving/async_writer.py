@@ -35,8 +35,7 @@ class AsyncWriter:
         self.run = run
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="hwopt-writer")
         self.last: Future[None] | None = None
-        self.target: Path | None = None
-        """The folder that the thread writes, or has written without a report to the run yet."""
+        self.target: Path | None = None  # the folder that the thread writes, or has written without a report to the run yet
         self.seconds = 0.0  # duration of the last write
 
     def write(

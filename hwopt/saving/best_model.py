@@ -23,8 +23,7 @@ class BestModel:
     def __init__(self, run: SavableRun, writer: AsyncWriter, metric: str, greater_is_better: bool) -> None:
         self.run, self.writer, self.metric = run, writer, metric
         self.plugin_state = named_by_class(run.recipe.state)
-        self.then: Callable[[], None] = lambda: None
-        """Called once better weights are on disk: the previous ones can be deleted."""
+        self.then: Callable[[], None] = lambda: None  # called once better weights are on disk: the previous ones can be deleted
         self.sign = 1.0 if greater_is_better else -1.0
         self.value: float | None = None
         self.step = 0

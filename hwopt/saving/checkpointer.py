@@ -26,8 +26,7 @@ class Checkpointer:
         self.parts: dict[str, Stateful] = {"best": best, **parts, **named_by_class(run.recipe.state)}
         self.timing = SaveTiming(run, writer)
         best.then = self.prune
-        self.saved_step = 0
-        """The step of the newest checkpoint. Before the first step there is nothing to save."""
+        self.saved_step = 0  # the step of the newest checkpoint. Before the first step there is nothing to save.
 
     def restore(self) -> None:
         """Restore the run from its checkpoint, if it has one. All ranks call it. Raises InputError if it is of another model."""

@@ -23,8 +23,7 @@ from hwopt.plugin.guard import plugin_guard
 from hwopt.text import truncate
 
 Collected = list[tuple["PluginDecision", Evidence]]  # (decision, evidence) of every applied plugin
-RANGE = "hwopt.module:"
-"""The profiler's ranges of linear layers and of attention begin so; the name of the module follows."""
+RANGE = "hwopt.module:"  # the profiler's ranges of linear layers and of attention begin so; the name of the module follows
 ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn", "aten::_softmax")
 """Beginnings of the names of the operators that compute attention, or that it calls if it has no kernel of its own."""
 STATUS = ("active", "inactive", "unknown")

@@ -8,8 +8,7 @@ from typing import Any
 
 Run = Any  # hwopt.training.run.Run, which imports this module
 
-Row = dict[str, Any]
-"""Metric name (as in Hugging Face's Trainer) -> number. `use` is a dict of how well the device is used."""
+Row = dict[str, Any]  # metric name (as in Hugging Face's Trainer) -> number. `use` is a dict of how well the device is used.
 
 Summary = dict[str, Any]  # a row of totals, and results that are not one number, such as the metrics of each class
 DONE = "done"  # how a run that is complete ended

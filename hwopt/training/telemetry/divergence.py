@@ -34,8 +34,7 @@ class LossHistory:
 
     recent: list[float] = field(default_factory=list)
     first_level: float | None = None  # the median loss of the first log points
-    above: int = 0
-    """Log points in a row above the limit. After RECENT of them the history starts again at the new level."""
+    above: int = 0  # log points in a row above the limit. After RECENT of them the history starts again at the new level.
 
     def spike_starts(self, loss: float) -> bool:
         """Add the loss of the next log point. Returns whether a spike starts with it."""
@@ -61,8 +60,7 @@ class LoggedInterval:
     loss: float  # the mean of the finite losses
     nonfinite_losses: int = 0  # micro-batches whose loss was not finite
     scale: float | None = None  # the loss scale; None without a loss scaler
-    guess: float | None = None
-    """The loss of equal probabilities for all labels; None in the warm-up, and if the loss has none."""
+    guess: float | None = None  # the loss of equal probabilities for all labels; None in the warm-up, and if the loss has none
 
     def skipped_steps(self) -> list[int]:
         first = self.step - len(self.norms) + 1
@@ -77,8 +75,7 @@ class DivergenceMonitor:
     in_a_row: int = 0  # skipped updates in a row, up to the last step
     nonfinite_losses: int = 0  # micro-batches whose loss was not finite
     history: LossHistory = field(default_factory=LossHistory)
-    worse_than_a_guess: bool = False
-    """Whether a loss was. It is reported once."""
+    worse_than_a_guess: bool = False  # whether a loss was. It is reported once.
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -34,8 +34,7 @@ class Interval:
     norms: list[Tensor] = field(default_factory=list)  # the gradient norm of each step
     losses: list[Tensor] = field(default_factory=list)  # what each micro-batch adds to its step's mean loss
     weights: list[float] = field(default_factory=list)  # the part of its step that each micro-batch is
-    unmeasured: Counts = field(default_factory=Counts)
-    """The part of `counts` whose time does not count: steps under the profiler."""
+    unmeasured: Counts = field(default_factory=Counts)  # the part of `counts` whose time does not count: steps under the profiler
     unmeasured_seconds: float = 0.0
 
     def measured(self, seconds: float) -> tuple[Counts, float]:
