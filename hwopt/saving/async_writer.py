@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -16,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import StorageError
-from hwopt.saving.model_files import write_model
 from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
 from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import GIB, staged
@@ -26,6 +27,10 @@ OVERHEAD = 1.02  # bytes on disk per byte of tensors: configs, the tokenizer and
 HEARTBEAT_SECONDS = 0.5  # how long `wait` waits for the disk before it tells the watchdog that the run is alive
 PLAN_FILES = ("job.toml", "plan.json")
 """What `hwopt predict` reads of a run beside its model, so that `final/` can be copied elsewhere alone."""
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 class AsyncWriter:
@@ -158,3 +163,36 @@ def write_final(run: SavableRun, model: Any, card: str) -> None:
             if (run.folder / name).is_file():  # a run by the Python API has none
                 shutil.copy(run.folder / name, folder)
     shutil.rmtree(run.extras, ignore_errors=True)
+
+
+def skeleton_of(model: Any) -> Any:
+    """A copy of `model` on the meta device, without hooks and forward wrappers. It can be saved while `model` trains."""
+    known: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        known[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    for module in model.modules():
+        known |= {id(hooks): OrderedDict() for name in HOOKS if (hooks := getattr(module, name, None)) is not None}
+    skeleton = copy.deepcopy(model, known)
+    skeleton.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved
+    return skeleton
+
+
+def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write config, `weights` and the run's tokenizer to `folder`; of a model without `save_pretrained` no config."""
+    run.prepared.tokenizer.save_pretrained(folder)
+    if not hasattr(model, "save_pretrained"):
+        from safetensors.torch import save_file
+
+        separate = {name: weight.detach().clone().contiguous() for name, weight in weights.items()}  # they may share memory
+        save_file(separate, folder / "model.safetensors")
+        return
+    dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
+    model.save_pretrained(folder, state_dict=weights)
+    config = folder / "config.json"
+    if config.is_file():  # an adapter has no config.json
+        content = json.loads(config.read_text(encoding="utf-8"))
+        # transformers writes the dtype of the model in memory (half under O2), and loads the weights in that dtype
+        content["dtype"] = dtype
+        content["use_cache"] = True  # off only in training; generation needs it
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

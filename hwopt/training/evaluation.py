@@ -1,10 +1,12 @@
-"""Evaluation: every sample once, in the model's evaluation mode, by the task's metrics."""
+"""Evaluation: every sample once, in evaluation mode, by the task's metrics; then early stopping, and generated samples."""
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,16 +14,23 @@ from typing import Any
 import torch
 
 from hwopt.data.batches.step_batch import StepBatch
+from hwopt.data.sources.chat import Conversation
 from hwopt.data.stores.store import Store
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
+from hwopt.saving.best_model import BestModel
 from hwopt.system import signals
+from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.metrics import GeneratedMetrics
+from hwopt.tasks.prepared import Trained
 from hwopt.text import first_line
 from hwopt.training.listener import Row
 from hwopt.training.loaders import batches_of, end_workers, evaluation_loader
 from hwopt.training.run import Run
+
+SAMPLES = "samples.jsonl"
+NEW_TOKENS = 64  # tokens of a sample
 
 
 class Evaluation:
@@ -178,3 +187,83 @@ def evaluating(run: Run) -> Iterator[None]:
     finally:
         run.recipe.events.on_evaluate_end(run)
         run.inner_model.train()
+
+
+class EarlyStopping:
+    """Counts the evaluations in a row that did not improve the metric for the best model by more than the threshold.
+
+    With `training.early_stopping_patience` of them, the run ends. As in transformers, a smaller improvement still makes the
+    weights the best ones. The count is saved with checkpoints.
+    """
+
+    def __init__(self, run: Run, best: BestModel) -> None:
+        self.run, self.best = run, best
+        self.patience = run.training.early_stopping_patience
+        self.count = 0
+
+    @property
+    def stops(self) -> bool:
+        return self.patience is not None and self.count >= self.patience
+
+    def observe(self, value: float) -> None:
+        """Compare the metric of an evaluation with the best one before it."""
+        best, threshold = self.best.value, self.run.training.early_stopping_threshold
+        if best is None or (math.isfinite(value) and not math.isfinite(best)):
+            improved = True
+        else:
+            improved = self.best.sign * value > self.best.sign * best and abs(value - best) > threshold
+        self.count = 0 if improved else self.count + 1
+
+    def message(self) -> str:
+        threshold = self.run.training.early_stopping_threshold
+        by = f" by more than {threshold:g}" if threshold else ""
+        return (
+            f"Stopping early after step {self.run.step:,} of {self.run.total_steps:,}: {self.best.metric} did not improve{by} in "
+            f"{self.count} evaluations. The best weights are those of step {self.best.step:,}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = int(state["count"])
+
+
+class GeneratedSamples:
+    """Generates greedily, so that equal weights write equal texts. Every rank generates; the first one shows."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.prompts = run.plan.job.data.sample_prompts
+        if self.prompts and run.engine.meets_in_micro_batches:
+            self.prompts = ()
+            run.warn("data.sample_prompts: this engine cannot generate text while it trains; no samples are written")
+
+    def show(self) -> None:
+        """Generate a sample for each prompt, show it, and append it to samples.jsonl."""
+        for prompt in self.prompts:
+            try:
+                text = self.generate(prompt)
+            except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+                self.prompts = ()
+                release_unused_memory()
+                self.run.warn(f"data.sample_prompts: generation failed ({first_line(error)}); no more samples are written")
+                return
+            if self.run.is_main:
+                self.run.say(f"sample at step {self.run.step:,}: {prompt!r} -> {text!r}")
+                with suppress(OSError), open(self.run.folder / SAMPLES, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": self.run.step, "prompt": prompt, "text": text}) + "\n")
+
+    def generate(self, prompt: str) -> str:
+        """What `hwopt predict` writes after `prompt`: a question if the training samples are conversations, else a text."""
+        run, tokenizer = self.run, self.run.prepared.tokenizer
+        trained = Trained(run.plan.job, run.inner_model.config, tokenizer, (), run.plan.model.max_positions)
+        generator = TextGenerator(trained, run.inner_model, Generation(NEW_TOKENS))
+        asked = Conversation([{"role": "user", "content": prompt}]) if run.prepared.chat_tokens.chat else prompt
+        (encoded,) = generator.encode([asked])
+        if isinstance(encoded, str):
+            raise ValueError(encoded)
+        inputs = {key: tensor.to(run.device) for key, tensor in generator.batch([encoded], 1).items()}
+        with torch.no_grad(), evaluating(run):
+            ((text,),) = generator.predict(inputs)
+        return str(text)

@@ -24,14 +24,12 @@ from hwopt.saving.save_timing import SAVE, require_space_for_run
 from hwopt.system import signals
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation, preflight
-from hwopt.training.early_stopping import EarlyStopping
-from hwopt.training.evaluation import Evaluation
+from hwopt.training.evaluation import EarlyStopping, Evaluation, GeneratedSamples
 from hwopt.training.failure import last_resorts, report_oom, save_on_failure
 from hwopt.training.listener import Row, Summary
 from hwopt.training.loaders import batches_of
 from hwopt.training.randomness import UPDATE, reseeder
 from hwopt.training.run import Run
-from hwopt.training.samples import GeneratedSamples
 from hwopt.training.telemetry.telemetry import Telemetry
 from hwopt.training.telemetry.use import UseMeter
 

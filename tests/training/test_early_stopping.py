@@ -17,7 +17,7 @@ from hwopt import api
 from hwopt.errors import InputError
 from hwopt.planning.plan import Plan
 from hwopt.testing import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
-from hwopt.training.early_stopping import EarlyStopping
+from hwopt.training.evaluation import EarlyStopping
 
 
 def stopping(patience: int, threshold: float, greater: bool) -> EarlyStopping:

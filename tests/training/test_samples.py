@@ -11,7 +11,7 @@ import torch
 
 from hwopt import api
 from hwopt.testing import Recorder, plan_for, saved_bits, tiny_job, tiny_profile
-from hwopt.training import samples
+from hwopt.training import evaluation
 
 
 def run(folder: Path, prompts: list[str]) -> Recorder:
@@ -23,7 +23,7 @@ def run(folder: Path, prompts: list[str]) -> Recorder:
 
 
 def test_samples_are_written_after_each_evaluation_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "NEW_TOKENS", 5)
+    monkeypatch.setattr(evaluation, "NEW_TOKENS", 5)
     recorder = run(tmp_path / "with", ["red one", "blue"])
     rows = [json.loads(line) for line in (tmp_path / "with" / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt"]) for row in rows] == [(2, "red one"), (2, "blue"), (4, "red one"), (4, "blue")]
@@ -36,7 +36,7 @@ def test_failed_generation_warns_once_and_the_run_continues(tmp_path: Path, monk
     def fail(*_: Any) -> str:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
 
-    monkeypatch.setattr(samples.GeneratedSamples, "generate", fail)
+    monkeypatch.setattr(evaluation.GeneratedSamples, "generate", fail)
     recorder = run(tmp_path, ["red"])
     assert len([warning for warning in recorder.warnings if "generation failed" in warning]) == 1
     assert recorder.run.step == 4
