@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,16 @@ def load_profile(
 
     Raises InputError if no such profile exists, a parent is missing or extends itself, or the file has problems.
     """
-    parents = _Parents(files, merge, read)
-    document = parents.merged(_find(spec, files), ())
+    chain = [*_with_parents(_find(spec, files), files, read)]
+    document = chain[-1][1]
+    for _, child in reversed(chain[:-1]):
+        document = replace(merged_over(document, child, merge), name=child.name, lines=child.lines)
     if {"model", "data"} <= document.data.keys():
         raise InputError(f"--profile {spec}: this is a job; hwopt run {spec} --profile NAME trains it with a profile")
-    return make_profile(document, assignments, merge, job_plugins, parents.chosen)
+    installed = {path.resolve() for path in files.values()}
+    own = (each.data.get("plugins") for path, each in chain if path.resolve() not in installed)
+    chosen = [name for tables in own if isinstance(tables, dict) for name in tables]
+    return make_profile(document, assignments, merge, job_plugins, chosen)
 
 
 def merged_over(parent: Document, child: Document, merge: MergeOptions) -> Document:
@@ -165,41 +170,24 @@ def _find(spec: str, files: Mapping[str, Path]) -> Path:
     return files[spec]
 
 
-@dataclass(frozen=True)
-class _Parents:
-    """Merges a profile over its parents."""
-
-    files: Mapping[str, Path]
-    merge: MergeOptions
-    read: Callable[[Path], Document]
-    chosen: set[str] = field(default_factory=set)  # the plugins that files which are not installed name
-
-    def merged(self, path: Path, children: tuple[Path, ...]) -> Document:
-        """`path` over its parents; `children` are the files that led here."""
-        document = self.read(path)
-        installed = path.resolve() in map(Path.resolve, self.files.values())
-        if not installed and isinstance(tables := document.data.get("plugins"), dict):
-            self.chosen.update(tables)
-        if (parent_path := self.parent(path, document, children)) is None:
-            return document
-        parent = self.merged(parent_path, (*children, path))
-        merged = merged_over(parent, document, self.merge)
-        return replace(merged, name=document.name, lines=document.lines)
-
-    def parent(self, path: Path, document: Document, children: tuple[Path, ...]) -> Path | None:
-        name = document.data.get("extends")
-        if name is None:
-            return None
+def _with_parents(path: Path, files: Mapping[str, Path], read: Callable[[Path], Document]) -> Iterator[tuple[Path, Document]]:
+    """The file at `path` and those that it extends, with their documents."""
+    children: list[Path] = []
+    while True:
+        document = read(path)
+        yield path, document
+        children.append(path)
+        if (name := document.data.get("extends")) is None:
+            return
         where = document.place(("extends",))
         if not isinstance(name, str):
             raise InputError(f"{where}: extends: expected the name of one profile, got {truncate(name)}")
         beside = path.parent / f"{name}.toml"
-        if name not in self.files and path_kind(beside, f"{where}: extends:") != "file":
-            raise InputError(f"{where}: extends: no such profile {truncate(name)}.{nearest(name, self.files)}")
-        found = self.files.get(name, beside)
-        if found in (*children, path):
+        if name not in files and path_kind(beside, f"{where}: extends:") != "file":
+            raise InputError(f"{where}: extends: no such profile {truncate(name)}.{nearest(name, files)}")
+        path = files.get(name, beside)
+        if path in children:
             raise InputError(f"{where}: extends: {name!r} extends itself in a circle")
-        return found
 
 
 def _set_options(document: Document) -> dict[str, dict[str, Any]]:
