@@ -85,7 +85,6 @@ def test_windows_path_in_single_quotes_is_accepted() -> None:
         ("data.text=['a', 'b']", ["a", "b"]),
         ("x.y=a = b", "a = b"),
         ("x.y=1\nz=2", "1\nz=2"),
-        ("x.y=", ""),
     ],
 )
 def test_assignment_is_parsed_as_toml_or_text(text: str, value: object) -> None:
@@ -118,9 +117,6 @@ def test_epochs_that_are_asked_for_replace_the_steps_of_the_file() -> None:
         ["data.eval=a.csv", "data.eval_fraction=0.1"],
         ["data.prompt=p", "data.completion=c"],
         ["training.warmup_ratio=0.1", "training.warmup_steps=3"],
-        ["training.learning_rate=nan"],
-        ["training.max_steps=0"],
-        ["data.text=['a','b','c']"],
         ["task.kind=causal-lm", "data.text=['a','b']"],
     ],
 )
