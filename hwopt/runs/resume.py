@@ -56,7 +56,7 @@ def claim_run_folder(
         raise error_of_rank(code, 0)
     if path is not None:
         run.checkpoint = found or load_checkpoint(path, verify=False)
-        run.progress.load_state_dict(run.checkpoint.content)
+        run.progress.step = run.checkpoint.step
     run.folder = folder
 
 

@@ -69,7 +69,7 @@ class Checkpointer:
         self.timing.saved()
         if run.is_main:
             content = {
-                **run.progress.state_dict(),
+                "step": run.step,
                 "facts": run.facts,
                 "settings": run.plan.settings,
                 "machine": run.plan.machine,

@@ -23,9 +23,7 @@ from hwopt.training.run import Run
 def build_loaders(run: Run) -> None:
     """Set the run's loaders of step batches. `accelerator.prepare` would distribute these over the ranks and repeat samples."""
     recipe, prepared, sizes = run.recipe, run.prepared, run.batch
-    make_collate = default_collate(run)
-    cut = recipe.cut or cut_in_order
-    collate = make_collate(cut=cut, max_rows=sizes.train)
+    collate = default_collate(run)(cut=recipe.cut or cut_in_order, max_rows=sizes.train)
     train = StepSampler(
         lengths=prepared.train.lengths,
         counts=prepared.train.counts if prepared.weights is None else prepared.weights,

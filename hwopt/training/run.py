@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,19 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a run is. Checkpoints hold its `state_dict`; the other fields belong to this process."""
+    """How far a run is. Checkpoints hold the step; the other fields belong to this process."""
 
     step: int = 0  # optimizer steps done
     between_steps: bool = True  # False while the optimizer changes the weights: then they cannot be saved
     peers_lost: bool = False  # True once the other ranks do not answer any more
     batch: StepBatch | None = None  # the step batch of the step that runs now, or of the last one
     last_batch: StepBatch | None = None  # the step batch of the last finished step
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step = int(state["step"])
 
 
 class PlannedRun:
