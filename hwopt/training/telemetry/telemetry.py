@@ -19,8 +19,7 @@ from hwopt.training.listener import Row
 from hwopt.training.optimizer import warmup_steps
 from hwopt.training.run import Run
 from hwopt.training.telemetry.divergence import DivergenceMonitor, LoggedInterval
-from hwopt.training.telemetry.interval import Counts, Interval, joined
-from hwopt.training.telemetry.use import UseMeter
+from hwopt.training.telemetry.use import Counts, Interval, UseMeter, joined
 from hwopt.training.telemetry.verdict import Verdict
 
 

@@ -1,23 +1,65 @@
-"""UseMeter: how well a run uses its device. No part of it waits for the device. docs/utilization.md explains the figures."""
+"""What happened since the last log point, and how well the run uses its device (docs/utilization.md).
+
+No part of it waits for the device: losses and norms stay there until the next log point.
+"""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hwopt.hardware.monitor import gpu_reader
 from hwopt.hardware.sampler import Sampler
 from hwopt.training.run import Run
-from hwopt.training.telemetry.interval import Counts
 from hwopt.training.telemetry.step_timer import StepTimer
 from hwopt.training.telemetry.verdict import Verdict, verdict_of
 
 ENOUGH_SECONDS = 10.0  # training that a verdict needs: in less, the first steps and their allocations count too much
 PEAKS = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32"}
 """The profiler's name of a dtype -> its name in the profile's [card.dense_tflops]."""
+
+
+@dataclass
+class Counts:
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0  # real tokens: padding does not count
+    wait: float = 0.0  # seconds that the loop waited for data
+
+    def add(self, other: Counts) -> None:
+        self.steps += other.steps
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.wait += other.wait
+
+
+def joined(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All `scalars`, (count,) float64 on `device`."""
+    return torch.stack(list(scalars)).double() if scalars else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+@dataclass
+class Interval:
+    counts: Counts = field(default_factory=Counts)
+    norms: list[Tensor] = field(default_factory=list)  # the gradient norm of each step
+    losses: list[Tensor] = field(default_factory=list)  # what each micro-batch adds to its step's mean loss
+    weights: list[float] = field(default_factory=list)  # the part of its step that each micro-batch is
+    unmeasured: Counts = field(default_factory=Counts)  # the part of `counts` whose time does not count: steps under the profiler
+    unmeasured_seconds: float = 0.0
+
+    def measured(self, seconds: float) -> tuple[Counts, float]:
+        """The counts and the time of the steps without those under the profiler; of all steps if each was profiled."""
+        counts, left = self.counts, self.unmeasured
+        if counts.steps <= left.steps:
+            return counts, max(seconds, 1e-9)
+        rest = Counts(counts.steps - left.steps, counts.samples - left.samples, counts.tokens - left.tokens, counts.wait)
+        return rest, max(seconds - self.unmeasured_seconds, 1e-9)
 
 
 class UseMeter:

@@ -13,8 +13,8 @@ import torch
 
 from hwopt.config.task_kinds import task_facts
 from hwopt.testing import tiny_job
-from hwopt.training.telemetry.interval import Counts
 from hwopt.training.telemetry.telemetry import Telemetry
+from hwopt.training.telemetry.use import Counts
 
 BATCH: Any = SimpleNamespace(rows=4, tokens=10)
 
