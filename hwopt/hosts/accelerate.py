@@ -61,24 +61,23 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *objects: Any, **named: Any) -> Any:
         """Accelerate's `prepare`, after the plan's part for the first model and its optimizers."""
         models = [each for each in objects if isinstance(each, torch.nn.Module)]
-        if self.hwopt_session is not None:
-            self.hwopt_session.models += models
-            prepared = super().prepare(*objects, **named)
-            self._follow(self.hwopt_session, objects)
-            return prepared
-        if not models:
-            return super().prepare(*objects, **named)
-        model = models[0]
-        session = self._session_for(model, objects)
-        session.models += models[1:]
+        first = self.hwopt_session is None and bool(models)
         try:
-            return self._prepare_with(session, model, objects, named)
+            prepared = self._first_prepared(models.pop(0), objects, named) if first else super().prepare(*objects, **named)
+            if self.hwopt_session is not None:
+                self.hwopt_session.models += models
+                for optimizer in objects:
+                    if isinstance(optimizer, torch.optim.Optimizer):
+                        as_planned(optimizer, self.hwopt_session)
+                        self.hwopt_session.follow(optimizer)
         except BaseException as error:
-            self.hwopt_session = None
-            session.close(error)
+            if first:
+                self._end(error)
             raise
+        return prepared
 
-    def _prepare_with(self, session: Session, model: Any, objects: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _first_prepared(self, model: Any, objects: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        session = self.hwopt_session = self._session_for(model, objects)
         fitted = session.apply_to(model)
         prepared = super().prepare(*(fitted if each is model else each for each in objects), **named)
         run = session.run
@@ -86,46 +85,29 @@ class Accelerator(accelerate.Accelerator):
         found = prepared if isinstance(prepared, tuple) else (prepared,)
         run.model = next(each for each in found if isinstance(each, torch.nn.Module))
         run.inner_model = self.unwrap_model(run.model)
-        self._follow(session, objects)
         return prepared
-
-    def _follow(self, session: Session, objects: tuple[Any, ...]) -> None:
-        """Let the optimizers among `objects`, which a script steps, use the plan's kernels, and count their steps."""
-        for optimizer in objects:
-            if isinstance(optimizer, torch.optim.Optimizer):
-                as_planned(optimizer, session)
-                session.follow(optimizer)
 
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's; the next `prepare` makes a plan for its model."""
         self._end()
         return super().free_memory(*objects)
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         if self.hwopt_session is not None:
             session, self.hwopt_session = self.hwopt_session, None
-            session.close()
+            session.close(error)
 
     def _session_for(self, model: Any, objects: tuple[Any, ...]) -> Session:
-        loaders = [each for each in objects if isinstance(each, DataLoader)]
-        rows = (loaders[0].batch_size if loaders else None) or ROWS
+        rows = next((each.batch_size for each in objects if isinstance(each, DataLoader)), None) or ROWS
         lacks = {}
         if self.hwopt_own_precision:
             lacks["accelerator['mixed_precision']"] = f"mixed_precision = {self.mixed_precision!r} of your script"
         if self.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
             lacks |= engine_lacks(f"{self.distributed_type.lower()} of your script")
-        found = planned(
-            self.hwopt_profile,
-            model,
-            rows * self.gradient_accumulation_steps * self.num_processes,
-            self.hwopt_additive,
-            self.hwopt_plugins,
-            self.hwopt_strict,
-            lacks=lacks,
-            world_size=self.num_processes,
-        )
-        self.hwopt_session = Session(found, model, self.hwopt_additive, self.hwopt_listener, self.process_index)
-        return self.hwopt_session
+        rows, settings = rows * self.gradient_accumulation_steps * self.num_processes, (self.hwopt_plugins, self.hwopt_strict)
+        ranks = self.num_processes
+        found = planned(self.hwopt_profile, model, rows, self.hwopt_additive, *settings, lacks=lacks, world_size=ranks)
+        return Session(found, model, self.hwopt_additive, self.hwopt_listener, self.process_index)
 
     def _prepared(self) -> Session:
         if self.hwopt_session is None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
+
 from hwopt.errors import InputError
 from hwopt.hosts.limits import engine_of
 from hwopt.text import listing
@@ -34,14 +36,8 @@ class Additivity:
     """Whether the first half of a batch holds chosen rows and the second half the rejected ones: what is split are pairs."""
 
 
-MEANS: dict[str, Law] = {
-    "ForSequenceClassification": "rows",
-    "ForImageClassification": "rows",
-    "ForMultipleChoice": "rows",
-    "ForTokenClassification": "labels",
-    "ForMaskedLM": "labels",
-    "ForConditionalGeneration": "labels",
-}
+MEANS: dict[str, Law] = dict.fromkeys(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice"), "rows")
+MEANS |= dict.fromkeys(("ForTokenClassification", "ForMaskedLM", "ForConditionalGeneration"), "labels")
 """End of a class of transformers -> what its loss is a mean over if it takes no count. The last one: encoder-decoders only."""
 COUNTED: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 COUNTED += ("ForTokenClassification", "ForImageClassification")
@@ -103,8 +99,7 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
         return Additivity(None, problem)
     if given is not None:
         return Additivity(given, "as you say")
-    problem = trainer_problem(trainer) or batch_problem(trainer, model)
-    if problem:
+    if problem := trainer_problem(trainer) or batch_problem(trainer, model):
         return Additivity(None, problem)
     if law_of := next((TRL[name] for name in map(full_name, type(trainer).__mro__) if name in TRL), None):
         return law_of(trainer, counted)
@@ -141,8 +136,6 @@ def front_problem(trainer: Trainer) -> str:
 
 def rows_meet(model: Any, args: Any = None) -> str:
     """Why every loss of this model depends on the other rows of its batch, whatever it is computed of; "" if none does."""
-    import torch
-
     if getattr(args, "neftune_noise_alpha", None):
         return "the noise of NEFTune depends on the padded width"
     for name, module in model.named_modules():
@@ -233,6 +226,10 @@ def shifts_labels(model: Any) -> bool:
     return decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
+def device_of(model: Any) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 @contextmanager
 def without_dropout(model: Any) -> Iterator[None]:
     """`model` in evaluation mode inside, except its 4-bit layers: bitsandbytes changes their weights for inference on a CPU."""
@@ -248,10 +245,7 @@ def without_dropout(model: Any) -> Iterator[None]:
 
 def inner(model: Any) -> Any:
     """The model of transformers inside wrappers of peft and of torch."""
-    while True:
-        below = getattr(model, "module", None)
-        if below is None and hasattr(model, "get_base_model"):
-            below = model.get_base_model()
-        if below is None or below is model:
-            return model
-        model = below
+    below = getattr(model, "module", None)
+    if below is None and hasattr(model, "get_base_model"):
+        below = model.get_base_model()
+    return model if below is None or below is model else inner(below)

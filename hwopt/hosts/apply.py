@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 
 from hwopt.errors import PluginError
-from hwopt.hosts.additivity import shifts_labels
-from hwopt.hosts.forward import Forward
+from hwopt.hosts.additivity import device_of, shifts_labels
 from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun, with_lines
@@ -28,6 +28,8 @@ MODEL_LACKS = {
     if field not in MODEL_FIELDS
 }
 """Field of the recipe -> why the plugin that writes it is skipped."""
+LOSS_WORDS = {"shift_labels", "ignore_index"}
+"""Arguments of `forward` that change the model's own loss: with one of them it computes that."""
 SAVED_MODEL = "it makes another model, which could not be undone; load or prepare the model with it"
 
 
@@ -68,8 +70,7 @@ def apply(
     if skipped and strict:
         raise PluginError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     applied = Applied(plan, skipped)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    run = ScriptRun(plan, device, Path(), with_lines(listener))
+    run = ScriptRun(plan, device_of(model), Path(), with_lines(listener))
     with ExitStack() as stack:
         stack.enter_context(run.process())
         changes = Changes(model)
@@ -113,10 +114,6 @@ def makes_another_model(fields: Container[str]) -> bool:
     return "final_steps" in fields and "loss" not in fields
 
 
-LOSS_WORDS = {"shift_labels", "ignore_index"}
-"""Arguments of `forward` that change the model's own loss: with one of them it computes that."""
-
-
 def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run: ScriptRun) -> None:
     """Let `model.forward` compute `loss_of`, the loss of `recipe`, in training, wherever it is called with labels."""
     plain = model.forward
@@ -142,6 +139,20 @@ def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run
     model.forward = Forward(plain, forward)
 
 
+class Forward:
+    """A `forward` in place of a model's own, `plain`. A copied or pickled model has its own."""
+
+    def __init__(self, plain: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, plain)
+        self.plain, self.forward = plain, forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, **named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
 class Changes:
     """What changes in the attributes and hooks of the modules of `model` and in its config, until `seen()`."""
 
@@ -156,8 +167,8 @@ class Changes:
     def seen(self) -> None:
         """Note what has changed: (table, name, value before, value now)."""
         for table, old in zip(self.tables, self.before, strict=True):
-            pairs = ((name, old.get(name, self), table.get(name, self)) for name in {*table, *old})
-            self.changed += [(table, *pair) for pair in pairs if pair[1] is not pair[2]]
+            found = ((table, name, old.get(name, self), table.get(name, self)) for name in {*table, *old})
+            self.changed += [each for each in found if each[2] is not each[3]]
 
     def undo(self) -> None:
         """Restore the value before, unless it changed again since."""

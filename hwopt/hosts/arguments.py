@@ -26,11 +26,11 @@ SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile
 def own_words(args: Any) -> dict[str, Any]:
     """The arguments whose values differ from the defaults of their class. A default that is set on purpose cannot be told."""
     default = with_defaults(args)
-    found = {
-        field.name: plain(getattr(args, field.name))
-        for field in dataclasses.fields(default)
-        if field.init and plain(getattr(args, field.name)) != plain(getattr(default, field.name, None))
-    }
+    names = [field.name for field in dataclasses.fields(default) if field.init]
+    values, defaults = (
+        [getattr(value := getattr(each, name, None), "value", value) for name in names] for each in (args, default)
+    )
+    found = {name: value for name, value, usual in zip(names, values, defaults, strict=True) if value != usual}
     if not args.fp16 and not args.bf16 and found.keys() & {"fp16", "bf16"}:
         found["mixed_precision"] = "no"
     if "activation_checkpointing" in found:  # the new name of transformers for the same
@@ -73,11 +73,6 @@ def mean_tokens(dataset: Any) -> float | None:
     return sum(map(len, few["input_ids"])) / len(few) if "input_ids" in few.column_names else None
 
 
-def plain(value: Any) -> Any:
-    """`value`, or the text of a member of an enumeration."""
-    return getattr(value, "value", value)
-
-
 def training_of(args: Any) -> dict[str, Any]:
     """The hyperparameters of `args` that [training] of a job has too."""
     known = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")
@@ -104,10 +99,9 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
         if key in recipe.loader and key != "persistent_workers":
             random = " (random masks and augmentations differ in workers)" if key == "num_workers" and recipe.loader[key] else ""
             put(name, recipe.loader[key], recipe.author_of(f"loader[{key!r}]") + random)
-    applied = {entry.name: entry.author for entry in plan.applied()}
-    done: dict[str, str] = {}
+    applied, done = {entry.name: entry.author for entry in plan.applied()}, dict[str, str]()
     for name in SWITCHES:
-        plugin = plugin_aliases().get(name, "").partition("plugins.")[2].partition(".")[0]
+        plugin = plugin_aliases().get(name, "..").split(".")[1]
         if plugin in applied and getattr(args, name, False):
             setattr(args, name, False)
             done.setdefault(plugin, f"{name} of {kind} is off in the Trainer: {applied[plugin]} does it in the model")

@@ -26,8 +26,6 @@ KERNELS = {
 """Beginning of an operator's name -> the attention kernel."""
 PRODUCTS = {"bf16": "c10::BFloat16", "fp16": "c10::Half"}
 """Argument -> the dtype of the matrix products that it asks for, as torch's profiler names it."""
-GRAPHS = ("CompiledFxGraph", "Torch-Compiled Region")
-"""Parts of the names of calls of compiled graphs."""
 
 Finding = tuple[str, str, str]
 """(what, status, what was seen). Status: "active", "inactive", "off" if nobody asks for it, "unknown"."""
@@ -75,11 +73,8 @@ class Evidence(TrainerCallback):
 
 def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[Finding]:
     """What the first step shows of each optimization. "inactive": the arguments or the model ask for it, and it did not run."""
-    yield attention(model, seen)
-    yield precision(args, seen)
-    yield updates(args, optimizer, seen)
-    yield checkpointing(args, seen)
-    yield compilation(args, model, seen)
+    yield from (attention(model, seen), precision(args, seen), updates(args, optimizer, seen))
+    yield from (checkpointing(args, seen), compilation(args, model, seen))
     if getattr(args, "tf32", None) is not None:
         matmul = torch.backends.cuda.matmul.fp32_precision
         wrong = args.tf32 and matmul != "tf32"
@@ -98,17 +93,15 @@ def attention(model: Any, seen: Observation) -> Finding:
         if kernel is not None and "backward" not in name:
             calls[kernel] = max(count, calls.get(kernel, 0))
     ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
-    wanted = asked not in (None, "eager")
-    status = "off" if not wanted else "unknown" if not seen.operators else "active" if calls else "inactive"
+    status = "off" if asked in (None, "eager") else "unknown" if not seen.operators else "active" if calls else "inactive"
     return "attention", status, f"attn_implementation {asked}; {ran}"
 
 
 def precision(args: Any, seen: Observation) -> Finding:
     wanted = next((word for word in PRODUCTS if getattr(args, word, False)), None)
-    total = sum(seen.matmul_dtypes.values())
     shown = ", ".join(f"{count} {name.removeprefix('c10::')}" for name, count in sorted(seen.matmul_dtypes.items())) or "none"
     said = f"{wanted or 'fp32'} asked; matmuls: {shown}"
-    if wanted is None or not total:
+    if wanted is None or not seen.matmul_dtypes:
         return "precision", "unknown" if wanted else "off", said
     others = [name for name, dtypes in seen.linear_dtypes.items() if dtypes - {PRODUCTS[wanted]}]
     if others:
@@ -142,9 +135,7 @@ def checkpointing(args: Any, seen: Observation) -> Finding:
 
 def compilation(args: Any, model: Any, seen: Observation) -> Finding:
     asked = bool(getattr(args, "torch_compile", False))
-    graphs = seen.calls(*GRAPHS)
-    compiled = [type(each).__name__ for each in model.modules() if each._compiled_call_impl is not None]
-    said = f"torch_compile = {asked}; {len(compiled)} compiled module(s), {graphs} call(s) of compiled graphs"
-    if not asked:
-        return "compile", "off", said
-    return "compile", "active" if graphs else "inactive", said
+    graphs = seen.calls("CompiledFxGraph", "Torch-Compiled Region")
+    compiled = sum(each._compiled_call_impl is not None for each in model.modules())
+    said = f"torch_compile = {asked}; {compiled} compiled module(s), {graphs} call(s) of compiled graphs"
+    return "compile", "off" if not asked else "active" if graphs else "inactive", said

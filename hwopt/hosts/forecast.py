@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -13,11 +15,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer import sft_trainer
 
+from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS, own_passes
-from hwopt.hosts.peft_words import CHUNKS, LORA, QUANTIZED, adapter_options, plugin_of, quantize_options
 from hwopt.hosts.script_plan import NAME, plan_for, task_of, transformers_model
 from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
@@ -26,6 +28,8 @@ from hwopt.planning.inputs import Inputs
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import hardware_of_card
+from hwopt.plugin.imports import options_from
+from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
 from hwopt.text import listing
 
@@ -37,6 +41,16 @@ TILE = (4096, 32_768)
 """Tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)."""
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
+LORA_WORDS = {"r": "lora_r", "target_modules": "lora_target_modules"}
+LORA_WORDS |= {word: word for word in ("lora_alpha", "lora_dropout", "modules_to_save", "layers_to_transform", "use_rslora")}
+"""Field of LoraConfig -> the word that a plugin knows for it."""
+LORA, QUANTIZED, CHUNKS = "lora_r", "load_in_4bit", "num_output_chunks"
+"""Words that name the plugins of adapters, of quantized weights, and of a loss in chunks."""
+NO_MEMORY = (
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("exclude_modules", "fan_in_fan_out", "init_lora_weights", "alpha_pattern", "loftq_config", "runtime_config"),
+)
+"""Fields that change no tensor's size, or only which few modules have none."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,9 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     Raises InputError for a card that no profile describes, and as `hwopt.resolve` does.
     """
     args = args or TrainingArguments("trainer_output", use_cpu=True)
-    kind = type(args).__name__
+    kind, second = type(args).__name__, "its trainer may hold a second model, or make its rows in the step"
     if kind not in KNOWN:
-        why = f"its trainer may hold a second model, or make its rows in the step; the forecast knows {listing(KNOWN)}"
-        return Fit(None, f"{kind}: {why}")
+        return Fit(None, f"{kind}: {second}; the forecast knows {listing(KNOWN)}")
     described, adapted, unknown = without_adapter(described_model(model, {}), args, peft_config)
     if unknown:
         return Fit(None, unknown)
@@ -95,9 +108,8 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
         plugins = {plugin_of(CHUNKS): chunks} | plugins
         del lacks["loss"]
     del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
-    found = plan_for(
-        described, "auto" if profile is None else profile.name, script_of(args, lacks, dataset), plugins, hardware=hardware
-    )
+    profile_name = "auto" if profile is None else profile.name
+    found = plan_for(described, profile_name, script_of(args, lacks, dataset), plugins, hardware=hardware)
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
     why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
@@ -131,11 +143,8 @@ def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, d
     if adapter is not None and not why:
         plugins[plugin_of(LORA)], why = adapter_options(adapter, registry)
         dtype = str(loading.get("dtype") or dtype_of(described)).removeprefix("torch.")
-        if quantization is None and dtype not in ("bfloat16", "float16"):
-            why = why or (
-                f"the frozen weights have the dtype {dtype}, and the forecast has them in half precision: load the model with "
-                "dtype=torch.bfloat16"
-            )
+        if quantization is None and dtype not in ("bfloat16", "float16") and not why:
+            why = f"the forecast has frozen weights in half precision, not in {dtype}: load the model with dtype=torch.bfloat16"
     return described, plugins, why
 
 
@@ -151,9 +160,9 @@ def with_language_head(described: Any) -> Any:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(described, "model_type", ""))
     if hasattr(described, "parameters") or getattr(described, "architectures", None) or name is None:
         return described
-    described = copy.deepcopy(described)
-    described.architectures = [name]
-    return described
+    named = copy.deepcopy(described)
+    named.architectures = [name]
+    return named
 
 
 def job_with(config: Any, kind: str) -> JobFile:
@@ -175,10 +184,45 @@ def rows_lengths(dataset: Any, args: Any) -> list[int]:
 def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:
     """The tokens of each row of `dataset`, or only the longest that a row may have."""
     labels = getattr(config, "num_labels", None) or 2
-    limit = getattr(args, "max_length", None)
     if tokens := rows_lengths(dataset, args):
         return Lengths(np.array(tokens, np.int32), max(tokens), labels, "the longest row")
-    if limit:
+    if limit := getattr(args, "max_length", None):
         return Lengths(None, limit, labels, "max_length of the arguments")
-    most = plan.model.max_positions
-    return Lengths(None, min(most or LENGTH, LENGTH), labels, "a guess: give a dataset with input_ids, or max_length")
+    most = min(plan.model.max_positions or LENGTH, LENGTH)
+    return Lengths(None, most, labels, "a guess: give a dataset with input_ids, or max_length")
+
+
+def adapter_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
+    """The options of the plugin that adds LoRA for `config` of PEFT, and why they do not describe it, else ""."""
+    if getattr(config, "use_dora", None) is None:
+        return {}, f"{type(config).__name__} is not a LoraConfig"
+    modules, default = config.target_modules, type(config)()
+    names = {field.name for field in dataclasses.fields(config)}.difference(LORA_WORDS, NO_MEMORY, ["use_dora"])
+    unknown = sorted(name for name in names if getattr(config, name) != getattr(default, name))
+    if isinstance(modules, str) and modules != "all-linear":
+        unknown.append("target_modules as a regular expression")
+    words = {word: getattr(config, name) for name, word in LORA_WORDS.items()}
+    words["lora_target_modules"] = "default" if modules is None else modules if isinstance(modules, str) else sorted(modules)
+    options = options_of(plugin_of(LORA), words, registry) | {"kind": "dora" if config.use_dora else "lora"}
+    return options | {"always": True}, f"{', '.join(unknown)} of {type(config).__name__} is not known" if unknown else ""
+
+
+def quantize_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
+    """The options of the plugin that quantizes for a `quantization_config`, and why they do not describe it, else ""."""
+    words = config if isinstance(config, Mapping) else config.to_dict()
+    options = options_of(plugin_of(QUANTIZED), words, registry)
+    return options, "" if "bits" in options else f"quant_method {words.get('quant_method')} is not known"
+
+
+def plugin_of(word: str) -> str:
+    """The name of the plugin that takes `word` of another tool."""
+    return plugin_aliases()[word].split(".")[1]
+
+
+def options_of(plugin: str, words: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    """The options of `plugin` for those of `words` that it knows."""
+    aliases, found = registry.plugin(plugin).aliases, dict[str, Any]()
+    for word, value in words.items():
+        if word in aliases:
+            found |= options_from(aliases[word], value) or {}
+    return found

@@ -99,12 +99,8 @@ def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
         return "torch_compile = True of your arguments compiles the passes"
     if given.get("compute_loss_func") is not None:
         return "compute_loss_func is yours, and may read values on the host"
-    for cls in trainer.__mro__:
-        if cls.__module__.partition(".")[0] not in ("transformers", "hwopt"):
-            for method in ("compute_loss", "training_step"):
-                if method in vars(cls):
-                    return f"{cls.__name__}.{method}() may read values on the host, for its log"
-    return ""
+    own = overridden(trainer, ("compute_loss", "training_step"), ("transformers", "hwopt"))
+    return own and f"{own} may read values on the host, for its log"
 
 
 def unknown_part(model: Any) -> str:
@@ -136,13 +132,10 @@ def engine_of(args: Any) -> str:
     return ""
 
 
-def overridden(trainer: type, methods: tuple[str, ...]) -> str:
-    """The first of `methods` that a class outside of `LIBRARIES` defines for `trainer`, as "Class.method()"; else ""."""
-    for cls in trainer.__mro__:
-        own = next((method for method in methods if method in vars(cls)), "")
-        if own and cls.__module__.partition(".")[0] not in LIBRARIES:
-            return f"{cls.__name__}.{own}()"
-    return ""
+def overridden(trainer: type, methods: tuple[str, ...], packages: tuple[str, ...] = LIBRARIES) -> str:
+    """The first of `methods` that a class outside of `packages` defines for `trainer`, as "Class.method()"; else ""."""
+    own = (cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] not in packages)
+    return next((f"{cls.__name__}.{method}()" for cls in own for method in methods if method in vars(cls)), "")
 
 
 def refuse_prepared(model: Any) -> None:

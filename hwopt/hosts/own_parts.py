@@ -25,7 +25,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.batches.collate import Collate
 from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
-from hwopt.hosts.additivity import LAWS, Law, refuse_other_laws, shifts_labels, without_dropout
+from hwopt.hosts.additivity import LAWS, Law, device_of, refuse_other_laws, shifts_labels, without_dropout
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
 from hwopt.hosts.probe import PROBED_ROWS, is_rough, laws_that_agree, probed_rows, without_zeros
 from hwopt.hosts.script_plan import transformers_model
@@ -123,12 +123,11 @@ class OwnCollate(Collate):
             lengths += own
             units += map(float, labels_of(batch, self.shifted)) if self.law == "labels" else [1.0] * len(group)
             buffers |= {f"{number}.{key}": value for key, value in batch.items()}
-        order = [row for group in groups for row in group]
         if self.law == "labels":
             step = replace(step, count=sum(units))
         elif self.law == "sum":
             step, units = replace(step, count=0), [1 / len(units)] * len(units)
-        chosen = tuple(step.samples[row] for row in order)
+        chosen = tuple(step.samples[row] for group in groups for row in group)
         return OwnBatch(step, buffers, tuple(parts), tuple(lengths), chosen, tuple(units), unread=self.unread)
 
 
@@ -265,8 +264,7 @@ class OwnTask(Task):
             taken = inspect.signature(self.model.forward).parameters
             takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
             self.unread = frozenset(key for key in batch if key == "labels" or not (takes_all or key in taken))
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        batch = {key: value.to(device) for key, value in batch.items()}
+        batch = {key: value.to(device_of(self.model)) for key, value in batch.items()}
 
         def loss_of(part: dict[str, Any]) -> float:
             return float(self.loss_of(self.model(**{key: part[key] for key in part if key not in self.unread}), part))
@@ -274,13 +272,12 @@ class OwnTask(Task):
         pad_id = getattr(getattr(transformers_model(self.model), "config", None), "pad_token_id", None)
         known: list[tuple[Law, bool]] = [("rows", False), ("sum", False)]
         if "labels" in batch:
-            shifts = (self.shifted,) if self.own_loss is None else (False, True)
-            known += [("labels", shifted) for shifted in shifts]
+            known += [("labels", shifted) for shifted in ([self.shifted] if self.own_loss is None else [False, True])]
         with torch.no_grad(), seeded(self.seed), without_dropout(self.model), without_zeros(self.model):
             few = probed_rows(batch, pad_id)
             near = dict(reversed(laws_that_agree(loss_of, few, known, is_rough())))
+        seen = f" {rows} rows of your data agree with {listing([repr(law) for law in LAWS if law in near])}." if near else ""
         if additive is None:
-            seen = f" {rows} rows of your data agree with {listing([repr(law) for law in LAWS if law in near])}." if near else ""
             raise InputError(
                 f"hwopt must know how the loss of a batch adds up from its rows. Say additive = "
                 f"{', '.join(f'{law!r} ({MEANS[law]})' for law in MEANS)}.{seen} If it is none of them, such as a loss over "
@@ -288,9 +285,8 @@ class OwnTask(Task):
             )
         law = cast("Law", additive)
         if law not in near:
-            agree = f" {rows} rows of your data agree with {listing([repr(each) for each in near])}." if near else ""
             raise InputError(
-                f"additive = {law!r} ({MEANS[law]}) is wrong for {rows} rows of your data: their losses do not add up.{agree}"
+                f"additive = {law!r} ({MEANS[law]}) is wrong for {rows} rows of your data: their losses do not add up.{seen}"
             )
         self.shifted = near[law]
         return law

@@ -80,8 +80,6 @@ def train_own(
 
 
 class Notes(Listener):
-    """Tells the plan's notes, when the run starts."""
-
     def on_start(self, run: Any) -> None:
         for note in run.plan.notes:
             run.say(note)

@@ -31,8 +31,6 @@ BITS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_c
 """Arguments of BitsAndBytesConfig, which plugins have as words for their options."""
 DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Those of torch's AdamW."""
-ROWS = 8
-"""Rows of a step for plans that ask only for a model's or an optimizer's part."""
 
 
 def training_arguments(
@@ -59,9 +57,9 @@ def training_arguments(
 
 
 def part_plan(profile: str, model: Any, plugins: Mapping[str, Any]) -> Plan:
-    """The plan of `profile` for a script of which only `model` is known: a name, a config, a module, or None for any."""
+    """The plan of `profile` for a script of which only `model` is known, or nothing (None)."""
     described = LlamaConfig() if model is None else described_model(model, {})  # large enough for an adapter
-    return plan_for(described, profile, Script(ROWS, ROWS, {}), plugins).plan
+    return plan_for(described, profile, Script(8, 8, {}), plugins).plan
 
 
 def model_kwargs(profile: str, model: Any, **plugins: Any) -> dict[str, Any]:

@@ -33,14 +33,9 @@ from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank, local_ranks
 
-HEADS = {
-    "ForCausalLM": "causal-lm",
-    "LMHeadModel": "causal-lm",
-    "ForConditionalGeneration": "seq2seq-lm",
-    "ForTokenClassification": "token-classification",
-    "ForMaskedLM": "token-classification",
-    "ForImageClassification": "image-classification",
-}
+HEADS = {"ForCausalLM": "causal-lm", "LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
+HEADS |= {"ForTokenClassification": "token-classification", "ForMaskedLM": "token-classification"}
+HEADS |= {"ForImageClassification": "image-classification"}
 """End of a class name -> the task that plugins are probed with; for other models text-classification."""
 NAME = "your script"
 
@@ -98,12 +93,7 @@ def words_of_python() -> Iterator[None]:
 
 @words_of_python()
 def plan_for(
-    model: Any,
-    profile: str,
-    script: Script,
-    tables: Mapping[str, Any],
-    strict: bool = False,
-    hardware: Hardware | None = None,
+    model: Any, profile: str, script: Script, tables: Mapping[str, Any], strict: bool = False, hardware: Hardware | None = None
 ) -> ScriptPlan:
     """The plan of `profile` for `model`, a module or a config of transformers, on `hardware` (default: this machine).
 

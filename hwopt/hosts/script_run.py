@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -80,12 +80,11 @@ class ScriptEngine:
 
     @property
     def names(self) -> list[str]:
-        known = {id(parameter): name for name, parameter in self.run.inner_model.named_parameters()}
-        return [known.get(id(parameter), "?") for parameter in self.parameters]
+        known = {parameter: name for name, parameter in self.run.inner_model.named_parameters()}
+        return [known.get(parameter, "?") for parameter in self.parameters]
 
     def gradients(self) -> Sequence[tuple[str, Tensor]]:
-        named = zip(self.names, self.parameters, strict=True)
-        return [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+        return [(name, p.grad) for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
     def loss_scale(self) -> Tensor | None:
         scaler = self.run.scaler
@@ -108,6 +107,7 @@ class ScriptRun(PlannedRun):
 
     active: ClassVar[ScriptRun | None] = None
     """The run whose process contexts are entered."""
+    inner_model = model = accelerator = optimizer = scheduler = scaler = train_loader = eval_loader = cast("Any", None)
 
     def __init__(self, plan: Plan, device: torch.device, folder: Path, listener: Listener, rank: int = 0) -> None:
         self.plan, self.device = plan, device
@@ -116,20 +116,11 @@ class ScriptRun(PlannedRun):
         self.listener = listener if self.is_main else Listener()
         self.error: BaseException | None = None
         """What ended the training."""
-        self.inner_model: Any = None
-        self.model: Any = None
-        self.accelerator: Any = None
-        self.optimizer: Any = None
-        self.scheduler: Any = None
-        self.scaler: Any = None
-        self.train_loader: Any = None
-        self.eval_loader: Any = None
         self.observation = Observation()
         self.engine = ScriptEngine(self)
         self.forward_backward: Any = None
         """Both passes of a micro-batch, while a Trainer trains."""
-        self.step = 0
-        self.total_steps = 0
+        self.step = self.total_steps = 0
         self.began = False
         """Whether a step of this process has begun."""
         self.step_batch: ScriptStep | None = None
@@ -232,10 +223,7 @@ class ScriptRun(PlannedRun):
     def collect(self) -> None:
         """Collect the evidence of every plugin, and warn of plugins that are not active any more."""
         found = evidence.collect(self)
-        if self.found:
-            self.listener.on_final_evidence(self, found)
-        else:
-            self.listener.on_evidence(self, found)
+        (self.listener.on_final_evidence if self.found else self.listener.on_evidence)(self, found)
         for warning in evidence.ceased(self.found, found):
             self.warn(warning)
         self.found = found
@@ -249,9 +237,8 @@ class ScriptRun(PlannedRun):
             parameter.grad = None
         freed = self.forward_backward is not None and self.forward_backward.free()
         release_unused_memory()
-        if freed:
-            return
-        self.backoff.reduce(rows.bit_length(), f"at step {self.step + 1}", reason)
+        if not freed:
+            self.backoff.reduce(rows.bit_length(), f"at step {self.step + 1}", reason)
 
     def token_line(self) -> str:
         """What splitting by length saved, as a sentence; "" before the first step."""

@@ -15,9 +15,9 @@ import torch
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import InputError
-from hwopt.hosts.additivity import inner, refuse_other_laws, rows_meet, shifts_labels, without_dropout
+from hwopt.hosts.additivity import device_of, inner, refuse_other_laws, rows_meet, shifts_labels, without_dropout
+from hwopt.hosts.apply import Forward
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
-from hwopt.hosts.forward import Forward, ForwardPreHook
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
 from hwopt.hosts.probe import is_rough, laws_that_agree, probed_rows, without_zeros
@@ -27,13 +27,25 @@ from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener
 
 
+class ForwardPreHook:
+    """Calls `begin` before each forward pass. The hook of a copied or pickled model returns its inputs, and needs no hwopt."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        self.begin()
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")
+
+
 class Session:
     """A plan over the objects of a loop that is not hwopt's. `run` is what plugins and evidence see of it."""
 
     def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.model, self.additive = model, additive
-        self.run = ScriptRun(found.plan, device, Path(), listener, rank)
+        self.run = ScriptRun(found.plan, device_of(model), Path(), listener, rank)
         self.run.train_loader = Loader((), 1)  # the script's own is not seen
         self.stack = ExitStack()
         for line in found.lines():

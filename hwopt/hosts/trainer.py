@@ -10,6 +10,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -57,26 +58,18 @@ def optimized(
         raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
     refuse_other_laws(additive)
     refuse_old_versions()
-    settings = SimpleNamespace(
-        profile=profile, additive=additive, strict=strict, listener=listener or Listener(), plugins=plugins
-    )
-    members = {"_settings": settings, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
+    own = {"profile": profile, "additive": additive, "strict": strict, "listener": listener or Listener(), "plugins": plugins}
+    members = {"_settings": SimpleNamespace(**own), "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, (OptimizedTrainer, trainer_class), members)
 
 
 def given_by_name(classes: Sequence[type], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the first class's constructor, by name; *args and **kwargs belong to the class below it."""
     signature = inspect.signature(classes[0].__init__)  # type: ignore[misc]
-    bound = signature.bind(None, *positional, **named).arguments
-    found, rest, more = {}, (), {}
-    for name, value in list(bound.items())[1:]:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = value
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            more = value
-        else:
-            found[name] = value
+    names = {parameter.kind.name: name for name, parameter in signature.parameters.items()}
+    found = dict(signature.bind(None, *positional, **named).arguments)
+    del found[next(iter(signature.parameters))]  # self
+    rest, more = found.pop(names.get("VAR_POSITIONAL", ""), ()), found.pop(names.get("VAR_KEYWORD", ""), {})
     return found | (given_by_name(classes[1:], rest, more) if rest or more else {})
 
 
@@ -88,6 +81,7 @@ class OptimizedTrainer(Base):
 
     _settings: Any
     args: Any
+    model: Any
     optimizer: Any
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -119,20 +113,17 @@ class OptimizedTrainer(Base):
 
     def _bind(self, named: bool) -> None:
         """Give the run the objects that the Trainer has made."""
-        run, trainer = self._run, self
-        wanted = run.recipe.accelerator.get("mixed_precision")
-        if wanted is not None and trainer.accelerator.mixed_precision != wanted:
+        run, wanted, present = self._run, self._run.recipe.accelerator.get("mixed_precision"), self.accelerator.mixed_precision
+        if wanted not in (None, present):
             raise InputError(
-                f"the plan needs mixed_precision = {wanted!r}, and this process has an Accelerator with "
-                f"{trainer.accelerator.mixed_precision!r}: make the Trainer before other Accelerators, or set the precision there"
+                f"the plan needs mixed_precision = {wanted!r}, and this process has an Accelerator with {present!r}: make the "
+                "Trainer before other Accelerators, or set the precision there"
             )
         if named:
-            trainer.model = run.fitted(trainer.model)
-            trainer.model_wrapped = trainer.model
-        run.accelerator = trainer.accelerator
-        run.inner_model = run.model = trainer.model
-        trainer.add_callback(callback_of(run, trainer))
-        self._split = TrainerStep(trainer, run, super().compute_loss, self._settings.additive)
+            self.model = self.model_wrapped = run.fitted(self.model)
+        run.accelerator, run.inner_model, run.model = self.accelerator, self.model, self.model
+        self.add_callback(callback_of(run, self))
+        self._split = TrainerStep(self, run, super().compute_loss, self._settings.additive)
 
     # hooks of the Trainer
 
@@ -147,15 +138,14 @@ class OptimizedTrainer(Base):
             decays = set(self.get_decay_parameter_names(module))  # the Trainer's own groups
             args = self.args
             common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            rates = {True: args.weight_decay, False: 0.0}
             groups = [
-                {"params": [p for name, p in trained if (name in decays) is decay], "weight_decay": rate}
-                for decay, rate in ((True, args.weight_decay), (False, 0.0))
+                {"params": [p for name, p in trained if (name in decays) is own], "weight_decay": rates[own]} for own in rates
             ]
             words = self.get_optimizer_cls_and_kwargs(args, module)[1]
             groups = words.get("optimizer_dict", groups)  # sentence-transformers: with the weights of the loss
-            make = recipe.optimizer or torch.optim.AdamW
             # empty groups too: the script's checkpoints have as many
-            optimizer = make([common | group for group in groups])
+            optimizer = (recipe.optimizer or torch.optim.AdamW)([common | group for group in groups])
             state_defaults(optimizer, common)
             for wrap in recipe.optimizer_wraps:
                 optimizer = wrap(optimizer, self._run)
@@ -164,19 +154,18 @@ class OptimizedTrainer(Base):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        try:
+        batches = 1  # of an IterableDataset
+        with suppress(TypeError):
             batches = len(loader)
-        except TypeError:  # an IterableDataset
-            batches = 1
         self._run.train_loader = Loader(loader, ceil(batches / self.args.gradient_accumulation_steps))
         if self._run.device.type == "cuda" and isinstance(loader, DataLoaderShard):
             loader.device = None  # a step is split on the host, where lengths can be read without waiting for the device
         return loader
 
     def get_batch_samples(self, *positional: Any, **named: Any) -> Any:
-        found = super().get_batch_samples(*positional, **named)
-        self._split.begin(list(found[0]), counted=found[1] is not None)
-        return found
+        batches, count = super().get_batch_samples(*positional, **named)
+        self._split.begin(list(batches), counted=count is not None)
+        return batches, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         return self._split.loss(model, partial(super().training_step, model), inputs, num_items_in_batch)
@@ -217,11 +206,10 @@ class OptimizedTrainer(Base):
 
     def _take_over_arguments(self) -> None:
         """Set what the script changed in its arguments since the Trainer was made: it holds the same object otherwise."""
-        now = vars(self._own_args)
-        for name, value in now.items():
-            if value is not self._args_seen.get(name):
+        before, self._args_seen = self._args_seen, dict(vars(self._own_args))
+        for name, value in self._args_seen.items():
+            if value is not before.get(name):
                 setattr(self.args, name, value)
-        self._args_seen = dict(now)
 
     def _save(self, *positional: Any, **named: Any) -> None:
         changed, self.args = self.args, self._own_args
@@ -233,11 +221,10 @@ class OptimizedTrainer(Base):
 
 def default_arguments(trainer: type, model: Any) -> Any:
     """The arguments that `trainer` uses if it is given none: those of TRL's class of the same name, else TrainingArguments."""
-    name = trainer.__name__.removesuffix("Trainer") + "Config"
-    package = importlib.import_module(trainer.__module__.partition(".")[0])
-    if isinstance(found := getattr(package, name, None), type) and issubclass(found, TrainingArguments):
+    name, package = trainer.__name__.removesuffix("Trainer"), importlib.import_module(trainer.__module__.partition(".")[0])
+    if isinstance(found := getattr(package, f"{name}Config", None), type) and issubclass(found, TrainingArguments):
         label = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        return found(f"{label.rpartition('/')[2] or 'trainer'}-{trainer.__name__.removesuffix('Trainer')}")
+        return found(f"{label.rpartition('/')[2] or 'trainer'}-{name}")
     return TrainingArguments("trainer_output")
 
 

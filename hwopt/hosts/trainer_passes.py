@@ -59,12 +59,9 @@ class TrainerPasses(ForwardBackward):
             self.weight = 1.0
 
 
-def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`inputs` in pinned memory: copies from there do not wait for a GPU."""
-    return {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-
-
 def sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """`inputs` on `device`, by copies that do not wait for a GPU."""
-    found: dict[str, Any] = dict(inputs) if device.type != "cuda" else send_to_device(pinned(inputs), device, non_blocking=True)
-    return found
+    """`inputs` on `device`, by copies that do not wait for a GPU: those from pinned memory."""
+    if device.type != "cuda":
+        return dict(inputs)
+    pinned = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    return dict(send_to_device(pinned, device, non_blocking=True))
