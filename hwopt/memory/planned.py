@@ -20,8 +20,7 @@ from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.lengths import lengths_of, mean_length
 from hwopt.memory.forecast.measured import with_measurement
-from hwopt.model.config import load_config
-from hwopt.model.config_keys import unread_keys
+from hwopt.model.config import load_config, unread_keys
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
@@ -142,7 +141,7 @@ def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Ha
     for name in trusted_models():
         yield f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do"
     given = job_file.job.model.config
-    if given is not None and (unread := unread_keys(config, given)):
+    if given is not None and (unread := [*unread_keys(config, given)]):
         yield f"model.config: {config.model_type} does not read {listing(unread)}; ignored"
     if job is None and job_file.document.name == "job.toml":
         yield "job: job.toml of this folder"

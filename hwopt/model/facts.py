@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import InputError, StorageError
 from hwopt.model.packing import packing_problem, skip_packed_row_search
@@ -23,17 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Head(Protocol):
-    """What is read of a task: `hwopt.config.task_kinds.TaskFacts` says what each means."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def auto_class(self) -> str: ...
-    @property
-    def decoder(self) -> bool: ...
-    @property
-    def encoder_decoder(self) -> bool: ...
+Head = Any
+"""What is read of a task, a `hwopt.config.task_kinds.TaskFacts`: kind, auto_class, decoder, encoder_decoder."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +112,8 @@ def model_class(config: PretrainedConfig, head: Head) -> type:
             f"model: {config.model_type!r} is an encoder: it attends to the tokens that it should predict. "
             "Choose a decoder (gpt2, llama, gemma …), or another task.kind"
         )
-    found = mapping[type(config)]
-    chosen: type = found[0] if isinstance(found, tuple) else found
-    return chosen
+    found: Any = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
 FORMAT = 5
@@ -140,11 +130,8 @@ def model_facts(
     import transformers
 
     fields = sorted(ModelFacts.__dataclass_fields__)
-    identity = json.dumps(
-        [FORMAT, config.to_dict(), head.kind, name, fields, transformers.__version__, cls and cls.__qualname__],
-        sort_keys=True,
-        default=str,
-    )
+    read = [FORMAT, config.to_dict(), head.kind, name, fields, transformers.__version__, cls and cls.__qualname__]
+    identity = json.dumps(read, sort_keys=True, default=str)
     path = cache and cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     if path:
         # a cache file that is incomplete, of another version or not accessible is computed again
@@ -210,7 +197,6 @@ def _inspect_model(config: PretrainedConfig, head: Head, name: str, cls: Any) ->
 
 
 def other_weights(model: Any) -> dict[str, int]:
-    """What `ModelFacts.other_weights` holds."""
     from torch import nn
 
     found: Counter[str] = Counter()

@@ -67,9 +67,7 @@ def packing_problem(model: Any, config: PretrainedConfig, decoder: bool, masks: 
         reason = f"{type(error).__name__}: {truncate(first_line(error), 100)}"
         return f"may let packed documents attend to each other: the test failed ({reason})"
     least = min(differences)
-    if least <= TOLERANCE:  # False for nan
-        return ""
-    return f"mixes packed documents: outputs are off by {least:.1g} of the largest"
+    return "" if least <= TOLERANCE else f"mixes packed documents: outputs are off by {least:.1g} of the largest"  # also of nan
 
 
 def difference(model: Any, first: int, decoder: bool) -> float:
@@ -80,10 +78,8 @@ def difference(model: Any, first: int, decoder: bool) -> float:
     positions = [torch.arange(first, first + length)[None] for length in LENGTHS]
     pairs = zip(documents, positions, strict=True)
     alone = torch.cat([hidden(model, *pair) for pair in pairs], 1)  # (1, tokens, width)
-    mask = None
-    if not decoder:
-        number = torch.repeat_interleave(torch.tensor(LENGTHS))
-        mask = (number[:, None] == number[None, :])[None, None]
+    number = torch.repeat_interleave(torch.tensor(LENGTHS))
+    mask = None if decoder else (number[:, None] == number[None, :])[None, None]
     packed = hidden(model, torch.cat(documents, 1), torch.cat(positions, 1), mask)
     return float((packed - alone).abs().max() / alone.abs().max())
 
@@ -167,10 +163,8 @@ def width_factor(text: PretrainedConfig) -> int:
     heads = [value for key in HEADS if isinstance(value := getattr(text, key, None), int)]
 
     def fits(factor: int) -> bool:
-        left = [width // factor for width in widths]
-        return all(number % factor == 0 for number in (*widths, *heads)) and all(
-            width >= MIN_WIDTH and width % ALIGNED == 0 for width in left
-        )
+        wide = all(width // factor >= MIN_WIDTH and width // factor % ALIGNED == 0 for width in widths)
+        return wide and all(number % factor == 0 for number in (*widths, *heads))
 
     return next((factor for factor in range(min(heads, default=1), 1, -1) if fits(factor)), 1)
 
@@ -191,9 +185,8 @@ def size_changes(values: Mapping[str, Any], factor: int) -> Iterator[tuple[str, 
         elif key in EXPERT_NUMBERS:
             yield key, min(value, EXPERTS)
         elif KEY_VALUE_HEADS.fullmatch(key) or PROPORTIONAL.fullmatch(key):
-            inner = "intermediate" in key or "inner" in key
             aligned = ceil(value / factor / ALIGNED) * ALIGNED
-            yield key, aligned if inner else max(1, value // factor)
+            yield key, aligned if re.search("intermediate|inner", key) else max(1, value // factor)
     if isinstance(values.get("eos_token_id"), list):
         yield "eos_token_id", 0
 
