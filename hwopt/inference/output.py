@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
@@ -41,15 +43,13 @@ class Writer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Complete the file."""
         self.file.close()
 
 
 def refuse_table_output(path: Path, overwrite: bool) -> None:
     """Raise InputError if `path` has no extension of WRITERS or exists, StorageError if it cannot be written."""
     if path.suffix.lower() not in WRITERS:
-        known = listing(list(WRITERS))
-        raise InputError(f"--output {path}: unknown extension {path.suffix!r}; give a file that ends with {known}")
+        raise InputError(f"--output {path}: unknown extension {path.suffix!r}; give a file that ends with {listing([*WRITERS])}")
     refuse_output(path, "--output", "" if overwrite else "give another name, or --overwrite to replace it", StorageError)
 
 
@@ -77,6 +77,9 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
         staging.replace(path)
 
 
+as_json = partial(json.dumps, ensure_ascii=False, default=str)
+
+
 class CsvWriter(Writer):
     """Comma-separated UTF-8. Missing values are empty, nested ones and booleans are JSON."""
 
@@ -86,13 +89,10 @@ class CsvWriter(Writer):
         if not self.started:
             rows.writerow([*table.column_names, *columns])
         values = [*(column.to_pylist() for column in table.columns), *columns.values()]
-        rows.writerows(zip(*(map(csv_cell, column) for column in values), strict=True))
+        # booleans as JSON too, which is how hwopt spells labels
+        cells = ([as_json(each) if isinstance(each, dict | list | bool) else each for each in column] for column in values)
+        rows.writerows(zip(*cells, strict=True))
         self.file.flush()
-
-
-def csv_cell(value: Any) -> Any:
-    """`value` as the csv module writes it; nested values and booleans as JSON, which is how hwopt spells labels."""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list | bool) else value
 
 
 class JsonWriter(Writer):
@@ -104,8 +104,7 @@ class JsonWriter(Writer):
             for number, value in values.items():
                 rows[number][name] = value
         for row, *new in zip(rows, *columns.values(), strict=True):
-            line = json.dumps(row | dict(zip(columns, new, strict=True)), ensure_ascii=False, default=str)
-            self.file.write(f"{line}\n".encode())
+            self.file.write(f"{as_json(row | dict(zip(columns, new, strict=True)))}\n".encode())
         self.file.flush()
 
 
@@ -138,6 +137,6 @@ def free_names(wanted: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
     """Each wanted name -> itself, or with a number behind it ("_2") that makes it differ from all `taken` names."""
     found: dict[str, str] = {}
     for name in wanted:
-        numbered = (name if number == 1 else f"{name}_{number}" for number in range(1, len(taken) + len(wanted) + 2))
-        found[name] = next(each for each in numbered if each not in taken and each not in found.values())
+        numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        found[name] = next(each for each in numbered if each not in {*taken, *found.values()})
     return found

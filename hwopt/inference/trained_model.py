@@ -111,21 +111,35 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
 
 
 def load_trained_model(found: RunModel, cache: Path) -> TrainedModel:
-    """The model that `find_run_model` found, on the GPU if there is one. Raises InputError if it cannot be loaded."""
-    job, folder = found.job, found.folder
+    """The model that `find_run_model` found, on the GPU if there is one. Raises InputError if it cannot be loaded.
+
+    The base of an adapter is not trained: it is loaded in the precision of the products, which takes less memory.
+    """
+    import transformers
+
+    job, folder, adapter = found.job, found.folder, found.is_adapter
+    if adapter and job.model.name is None:
+        raise InputError(
+            f"{folder}: holds an adapter for a model with random weights (model.config), which is not saved. "
+            "Merge the adapter at the end of the run"
+        )
     if is_trusted(job.model.name):  # save_pretrained() copied its code
         trust_only([*trusted_models(), str(folder)])
     task = make_task(job)
     hardware = detect()
     settings, notes = usable_settings(found.settings, hardware)
     try:
-        base = base_of_adapter(found) if found.is_adapter else str(folder)
-        config = load_config(base, None, job.model.revision if found.is_adapter else None)
-        if found.is_adapter:
+        base, revision = (str(job.model.name), job.model.revision) if adapter else (str(folder), None)
+        config = load_config(base, None, revision)
+        if adapter:
             config = with_head(config, task, Prepared(cast(Any, None), None, None, settings.labels))
         tokenizer = task.load_processing(str(folder))
         facts = model_facts(config, task.facts, base, cache / "models")
-        model = load_model(found, base, config, weights_dtype(found, settings, config, hardware), settings.attention)
+        dtype = DTYPES[settings.dtype] if adapter and settings.dtype else usable_dtype(config, hardware)
+        options = {"dtype": dtype} | ({} if settings.attention is None else {"attn_implementation": settings.attention})
+        auto_class = getattr(transformers, task_facts(job.task.kind).auto_class)
+        model = load_weights(auto_class, base, revision, config, new_head=adapter, **options)
+        model = with_adapter(model, folder) if adapter else model
     except InputError as error:
         raise InputError(str(error).removeprefix("model.name: ")) from error
     labels = settings.labels or tuple(name for _, name in sorted((getattr(config, "id2label", None) or {}).items()))
@@ -154,44 +168,22 @@ def usable_settings(saved: InferenceSettings, hardware: Hardware) -> tuple[Infer
     return saved, tuple(notes)
 
 
-def weights_dtype(found: RunModel, settings: InferenceSettings, config: Any, hardware: Hardware) -> Any:
-    """The dtype to load weights in: that of the file, or fp32 if the machine does not support it.
-
-    The base of an adapter is not trained: it is loaded in the precision of the products, which takes less memory.
-    """
-    if found.is_adapter and settings.dtype is not None:
-        return DTYPES[settings.dtype]
+def usable_dtype(config: Any, hardware: Hardware) -> Any:
+    """The dtype to load weights in: that of the file, or fp32 if the machine does not support it."""
     half = HALF.get(dtype_name(config.dtype))
     return "auto" if half is None or hardware.can(half) else torch.float32
-
-
-def base_of_adapter(found: RunModel) -> str:
-    """The name of the model that the adapter in `found.folder` was trained on. Raises InputError if the files do not say."""
-    if found.job.model.name is not None:
-        return found.job.model.name
-    raise InputError(
-        f"{found.folder}: holds an adapter for a model with random weights (model.config), which is not saved. "
-        "Merge the adapter at the end of the run"
-    )
-
-
-def load_model(found: RunModel, base: str, config: Any, dtype: Any, attention: str | None) -> Any:
-    """The model in host memory, with its adapter if it has one."""
-    import transformers
-
-    auto_class = getattr(transformers, task_facts(found.job.task.kind).auto_class)
-    options = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
-    revision = found.job.model.revision if found.is_adapter else None
-    model = load_weights(auto_class, base, revision, config, new_head=found.is_adapter, **options)
-    return with_adapter(model, found.folder) if found.is_adapter else model
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
     """The base `model` with the adapter in `folder`. Raises InputError if a part of it cannot be loaded.
 
-    PEFT loads it: `load_adapter` of older versions of transformers leaves out weights without an error.
+    PEFT loads it: `load_adapter` of older versions of transformers leaves out weights without an error. The run may have added
+    tokens, whose rows the adapter has.
     """
-    embed_trained_tokens(model, folder)
+    tokens = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("trainable_token_indices") or {}
+    rows = max((1 + token for trained in tokens.values() for token in trained), default=0)
+    if rows > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     try:
         import peft
 
@@ -202,11 +194,3 @@ def with_adapter(model: Any, folder: Path) -> Any:
             return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
     except (ImportError, OSError, ValueError, RuntimeError, UserWarning) as error:
         raise InputError(f"{folder}: cannot load the adapter: {first_line(error)}") from error
-
-
-def embed_trained_tokens(model: Any, folder: Path) -> None:
-    """Give the base `model` a row for each token that the run added. The adapter in `folder` has what was trained of them."""
-    trained = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("trainable_token_indices") or {}
-    rows = max((1 + token for tokens in trained.values() for token in tokens), default=0)
-    if rows > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows, mean_resizing=False)
