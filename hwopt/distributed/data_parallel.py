@@ -65,22 +65,17 @@ class DataParallelEngine(Engine):
         """The exit code of every rank (0: success). Also exchanges the back-off, and which parameters have a gradient."""
         has_gradient = (p.grad is not None for p in self.trained)
         own_vote = torch.tensor([code, backoff.oom_count, backoff.rung, *has_gradient], dtype=torch.int32)
-        votes = [torch.empty_like(own_vote) for _ in range(self.run.world_size)]
-        dist.all_gather(votes, own_vote, group=self.cpu_group)
-        self.has_gradient = torch.stack(votes)[:, 3:].amax(dim=0)
-        for rank, vote in enumerate(votes):
-            self.warn_of_oom(backoff, rank, int(vote[1]), int(vote[2]))
-        return [int(vote[0]) for vote in votes]
-
-    def warn_of_oom(self, backoff: OomBackoff, rank: int, oom_count: int, rung: int) -> None:
-        """Warn if another `rank` ran out of memory since the last vote: only the first rank shows messages."""
-        before = self.oom_counts.get((backoff.what, rank), 0)
-        self.oom_counts[backoff.what, rank] = oom_count
-        if oom_count > before and rank != self.run.rank:
-            self.run.warn(
-                f"{backoff.what} ran out of memory on rank {rank}: retrying the same rows in micro-batches of 1/{2**rung} of the "
-                f"rows. The result stays the same, steps are slower. To start with this size, lower {backoff.option}."
-            )
+        found = [torch.empty_like(own_vote) for _ in range(self.run.world_size)]
+        dist.all_gather(found, own_vote, group=self.cpu_group)
+        votes = torch.stack(found)  # (ranks, 3 + parameters)
+        self.has_gradient = votes[:, 3:].amax(dim=0)
+        for rank, (oom_count, rung) in enumerate(votes[:, 1:3].tolist()):
+            before = self.oom_counts.get((backoff.what, rank), 0)
+            self.oom_counts[backoff.what, rank] = oom_count
+            if oom_count > before and rank != self.run.rank:  # only the first rank shows messages
+                self.run.warn(backoff.retry_message(f"on rank {rank}", rung))
+        codes: list[int] = votes[:, 0].tolist()
+        return codes
 
     def update(self) -> None:
         self.reduce()

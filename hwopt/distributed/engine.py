@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from hwopt.plugin.run_view import RunView
 
 
+JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")
+"""Keys of a parameter group that come from the job; no step changes them."""
+
+
 def new_cpu_group() -> dist.ProcessGroup:
     """A process group of all ranks over gloo, for values in host memory. All ranks call it."""
     group = dist.new_group(backend="gloo")
@@ -144,12 +148,8 @@ class Engine:
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Name -> `copy` of each trained parameter, unsharded; empty except on the first rank. All ranks call it."""
-        copies = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            value = self.unshard(parameter)
-            if self.run.is_main:
-                copies[name] = copy(value)
-        return copies
+        whole = zip(self.names, map(self.unshard, self.parameters), strict=True)
+        return {name: copy(value) for name, value in whole if self.run.is_main}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
@@ -196,7 +196,10 @@ class Engine:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             own = self.optimizer.state.get(parameter, {})
             states[name] = map_tensors(copy, {key: self.unshard(value) for key, value in own.items()})
-        groups = [dict(filter(changed_by_steps, group.items())) for group in self.optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key not in JOB_KEYS and type(value) in (int, float)}
+            for group in self.optimizer.param_groups
+        ]
         return {"class": type(self.optimizer).__name__, "states": states, "groups": groups}
 
     @torch.no_grad()
@@ -285,12 +288,3 @@ class Engine:
             self.optimizer.step()
         elif not self.found_inf.item():  # reads from the device in every step: this optimizer cannot skip an update itself
             self.optimizer.step()
-
-
-JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")
-"""Keys of a parameter group that come from the job; no step changes them."""
-
-
-def changed_by_steps(item: tuple[str, Any]) -> bool:
-    """Whether a (key, value) of a parameter group is a number that steps change."""
-    return item[0] not in JOB_KEYS and type(item[1]) in (int, float)

@@ -88,9 +88,13 @@ class OomBackoff:
                 self.quiet_steps_needed *= 2
             self.rung, self.probation = self.rung + 1, 0
         self.steps_since_oom = 0
-        self.warn(
-            f"{self.what} ran out of memory {where}: retrying the same rows in micro-batches of 1/{2**self.rung} of the rows. "
-            f"The result stays the same, steps are slower. To start with this size, lower {self.option}. {reason}"
+        self.warn(f"{self.retry_message(where, self.rung)} {reason}")
+
+    def retry_message(self, where: str, rung: int) -> str:
+        """What happens after memory ran out `where`, and how to avoid it."""
+        return (
+            f"{self.what} ran out of memory {where}: retrying the same rows in micro-batches of 1/{2**rung} of the rows. "
+            f"The result stays the same, steps are slower. To start with this size, lower {self.option}."
         )
 
     def _use_last_resort(self, where: str, reason: str) -> None:
@@ -99,10 +103,9 @@ class OomBackoff:
             if (cost := self.last_resorts.pop(0)()) is not None:
                 self.warn(f"{self.what} ran out of memory {where} with single rows: {cost} from now on. {reason}")
                 return
-        checkpointing = option_for("gradient_checkpointing")
-        advice = self.advice or f"Lower data.max_length, set {checkpointing}, or use a smaller model."
+        advice = f"Lower data.max_length, set {option_for('gradient_checkpointing')}, or use a smaller model."
         raise DoesNotFitError(
-            f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). {advice}"
+            f"{self.what} does not fit into the device's memory, not even row by row ({where}; {reason}). {self.advice or advice}"
         )
 
     def on_pressure(self, finest_rung: int, where: str, reason: str) -> None:
