@@ -73,15 +73,11 @@ def repair_interrupted_write(target: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of `folder`, then fsync all its files and folders."""
-    files = {}
-    for path in files_in(folder):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        fsync(path)
-    manifest = folder / MANIFEST
+    paths, manifest = files_in(folder), folder / MANIFEST
+    files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8")
-    fsync(manifest)
-    for subfolder in sorted({path.parent for path in files_in(folder)} | {folder}):
-        fsync(subfolder)
+    for path in (*paths, manifest, *sorted({path.parent for path in paths} | {folder})):
+        fsync(path)
 
 
 def find_corruption(folder: Path) -> str:
@@ -97,12 +93,9 @@ def find_corruption(folder: Path) -> str:
         return f"{MANIFEST} cannot be read ({error})"
     try:
         found = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
-        for name in sorted(listed.keys() | found.keys()):
-            if name not in found:
-                return f"{name} is missing"
-            if name not in listed:
-                return f"{name} is not listed in {MANIFEST}"
-            size, checksum = listed[name]
+        for name in sorted(listed.keys() ^ found.keys()):
+            return f"{name} is {f'not listed in {MANIFEST}' if name in found else 'missing'}"
+        for name, (size, checksum) in listed.items():
             if found[name].stat().st_size != size:
                 return f"{name} has {found[name].stat().st_size:,} bytes instead of {size:,}"
             if sha256(found[name]) != checksum:

@@ -29,22 +29,17 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from socket import socketpair
-from types import TracebackType
 from typing import IO
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
-"""Constant of Linux's prctl(2)."""
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0
 """Time for the imports of a new server."""
 BLOCKED_FACTOR = 10
 """A request that uses no CPU is killed after so many times its limit of CPU time."""
-START_UP = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"
-)
+START_UP = """import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"""
 
 
 @dataclass(frozen=True)
@@ -138,11 +133,8 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             self.process.wait()
         self.errors.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# In the server
 
 
 def serve(
@@ -243,9 +235,6 @@ def import_modules(names: Iterable[str]) -> None:
     gc.freeze()
 
 
-# Processes that end together
-
-
 def cpu_seconds(leader: int) -> float:
     """The CPU time of the process `leader` and of all that it started."""
     found = 0.0
@@ -274,4 +263,4 @@ def end_with(parent: int) -> None:
 
 def kill_on_parent_death() -> None:
     """Let the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of Linux

@@ -54,9 +54,8 @@ def handlers_installed() -> bool:
 def temporary_handlers() -> Iterator[None]:
     """Install the handlers inside the block if the process has none of its own, as in a script or a notebook."""
     previous = {number: signal.getsignal(number) for number in EXIT_CODES}
-    defaults = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)  # a shell's background job ignores SIGINT
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or any(handler not in defaults for handler in previous.values()):
+    defaults = {signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN}  # a shell's background job ignores SIGINT
+    if threading.current_thread() is not threading.main_thread() or not defaults.issuperset(previous.values()):
         yield
         return
     install_handlers()
@@ -127,13 +126,10 @@ def init_worker(worker: int) -> None:
     A signal to the process group also reaches the workers, and the run still needs their batches. SIGUSR1 prints the stack.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_worker_later)
+    later = (signal.ITIMER_REAL, WORKER_GRACE_SECONDS)  # SIGALRM then ends the worker
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.setitimer(*later))
     faulthandler.register(signal.SIGUSR1, file=2)
     kill_on_parent_death()  # a worker that hangs would otherwise outlive a run that is killed
-
-
-def _exit_worker_later(number: int, frame: FrameType | None) -> None:
-    signal.setitimer(signal.ITIMER_REAL, WORKER_GRACE_SECONDS)  # SIGALRM ends the worker
 
 
 def is_second_signal(number: int, earlier: list[tuple[int, float]]) -> bool:

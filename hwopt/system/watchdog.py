@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -79,14 +79,11 @@ class Watchdog:
         self.last_heartbeat = self.clock()
 
     def clock(self) -> float:
-        """The seconds in which this process could have made progress: the time without the time that it waited for a CPU."""
-        return time.monotonic() - self.starved_seconds()
-
-    def starved_seconds(self) -> float:
-        """How long the main thread was ready to run, but the system gave the CPU to others (proc(5), schedstat)."""
+        """The seconds in which this process could have made progress: not those in which the system gave the CPU to others."""
+        waited = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
-        return 0.0
+            waited = int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9  # proc(5), schedstat
+        return time.monotonic() - waited
 
     def poll(self) -> None:
         """Check launcher, signals and heartbeat every `POLL_SECONDS`, until the context ends."""
@@ -155,18 +152,14 @@ def compiles() -> bool:
 
 def kill_workers_and_local_ranks() -> None:
     """Kill this process's data-loading workers, and the other ranks of its launcher on this host with their workers."""
-    own = psutil.Process()
-    launch_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    kill_all(own.children(recursive=True))
+    own, launch_id = psutil.Process(), os.environ.get("TORCHELASTIC_RUN_ID")
+    doomed = own.children(recursive=True)
     with contextlib.suppress(psutil.Error, OSError):
         parent = own.parent() if launch_id else None
         for rank in parent.children() if parent else ():
             with contextlib.suppress(psutil.Error, OSError):
                 if rank.pid != own.pid and rank.environ().get("TORCHELASTIC_RUN_ID") == launch_id:
-                    kill_all([rank, *rank.children(recursive=True)])
-
-
-def kill_all(processes: Iterable[psutil.Process]) -> None:
-    for process in processes:
+                    doomed += [rank, *rank.children(recursive=True)]
+    for process in doomed:
         with contextlib.suppress(psutil.Error, OSError):
             process.kill()
