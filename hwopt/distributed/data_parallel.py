@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from hwopt.plugin.run_view import RunView
 
 
-block_numbers = itertools.count()
-"""Numbers of the blocks of `first_rank_first`, the same on all ranks."""
-BUCKET_BYTES = 25 << 20
-"""The default of DistributedDataParallel."""
+block_numbers = itertools.count()  # numbers of the blocks of `first_rank_first`, the same on all ranks
+BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
 class DataParallelEngine(Engine):

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from hwopt.plugin.run_view import RunView
 
 
-JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")
-"""Keys of a parameter group that come from the job; no step changes them."""
+JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")  # keys of a parameter group that come from the job; no step changes them
 
 
 def new_cpu_group() -> dist.ProcessGroup:

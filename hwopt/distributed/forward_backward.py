@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from hwopt.data.batches.step_batch import MicroBatch
     from hwopt.plugin.run_view import RunView
 
-TARGETS = "targets"
-"""The name of the loss's targets beside those of the arguments of `forward`."""
+TARGETS = "targets"  # the name of the loss's targets beside those of the arguments of `forward`
 
 
 class ForwardBackward:

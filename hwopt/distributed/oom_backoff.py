@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from hwopt.config.aliases import option_for
 from hwopt.errors import DoesNotFitError
 
-QUIET_STEPS = 200
-"""Steps without running out of memory before one rung larger is tried; doubled each time that this fails."""
+QUIET_STEPS = 200  # steps without running out of memory before one rung larger is tried; doubled each time that this fails
 
-QUIET_BATCHES = 20
-"""The same for evaluation and inference, where a failed try costs one forward pass."""
+QUIET_BATCHES = 20  # the same for evaluation and inference, where a failed try costs one forward pass
 
-MAX_RUNG = 20
-"""More than any number of rows needs."""
+MAX_RUNG = 20  # more than any number of rows needs
 
 STATE = ("rung", "steps_since_oom", "quiet_steps_needed", "probation", "fitting_tokens", "oom_count", "resorts_used")
 """What a checkpoint holds."""
@@ -31,27 +28,18 @@ STATE = ("rung", "steps_since_oom", "quiet_steps_needed", "probation", "fitting_
 
 @dataclass
 class OomBackoff:
-    what: str
-    """"Training" or "Evaluation", for messages."""
-    option: str
-    """The profile option to lower, for messages."""
+    what: str  # "Training" or "Evaluation", for messages
+    option: str  # the profile option to lower, for messages
     warn: Callable[[str], None]
-    splits: bool = True
-    """Whether micro-batches may get smaller; False if the loss is not a sum over them."""
-    rung: int = 0
-    """How often the rows of a micro-batch are halved."""
+    splits: bool = True  # whether micro-batches may get smaller; False if the loss is not a sum over them
+    rung: int = 0  # how often the rows of a micro-batch are halved
     steps_since_oom: int = 0
     quiet_steps_needed: int = QUIET_STEPS
-    probation: int = 0
-    """Steps left in which running out of memory means that growing back was too early."""
-    fitting_tokens: int = 0
-    """Tokens of the largest micro-batch of an evaluation that fitted since memory last ran out."""
-    oom_count: int = 0
-    """How often the device ran out of memory."""
-    resorts_used: int = 0
-    """How many of `last_resorts` were called."""
-    advice: str = ""
-    """What to change if not even a single row fits; default: the keys of the job and the profile."""
+    probation: int = 0  # steps left in which running out of memory means that growing back was too early
+    fitting_tokens: int = 0  # tokens of the largest micro-batch of an evaluation that fitted since memory last ran out
+    oom_count: int = 0  # how often the device ran out of memory
+    resorts_used: int = 0  # how many of `last_resorts` were called
+    advice: str = ""  # what to change if not even a single row fits; default: the keys of the job and the profile
     last_resorts: list[Callable[[], str | None]] = field(default_factory=list)
     """Called in order once every micro-batch is a single row: each returns what it costs, or None if it cannot help."""
 

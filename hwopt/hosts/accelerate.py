@@ -22,8 +22,7 @@ from hwopt.training.listener import Listener
 
 OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 """Arguments of Accelerate's class that bring an engine, which owns model, optimizer and step."""
-ROWS = 8
-"""Rows of a batch where no loader says a number."""
+ROWS = 8  # rows of a batch where no loader says a number
 
 
 class Accelerator(accelerate.Accelerator):

@@ -30,8 +30,7 @@ LAWS: tuple[Law, ...] = get_args(Law)
 @dataclass(frozen=True)
 class Additivity:
     law: Law | None
-    reason: str
-    """What the law is known from, or why the loss cannot be split."""
+    reason: str  # what the law is known from, or why the loss cannot be split
     pairs: bool = False
     """Whether the first half of a batch holds chosen rows and the second half the rejected ones: what is split are pairs."""
 
@@ -44,8 +43,7 @@ COUNTED += ("ForTokenClassification", "ForImageClassification")
 """Heads whose loss is divided by `num_items_in_batch` if `self.loss_function` computes it with `**kwargs`."""
 TRAINERS = ("transformers.trainer.Trainer", "transformers.trainer_seq2seq.Seq2SeqTrainer")
 """Classes whose `compute_loss` returns the model's loss."""
-STEP = ("training_step", "get_batch_samples", "_inner_training_loop")
-"""Methods of a Trainer that a step is made of."""
+STEP = ("training_step", "get_batch_samples", "_inner_training_loop")  # methods of a Trainer that a step is made of
 LOSS_METHOD = re.compile("loss|forward|logp|logit")
 """In the names of methods of TRL's trainers that a loss is computed by, such as _compute_loss and concatenated_forward."""
 PAIR_LOSSES = {"sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
@@ -78,8 +76,7 @@ def reward(trainer: Any, counted: bool) -> Additivity:
 
 WIDTH_ROPE = {"dynamic", "longrope"}
 """Kinds of rotary positions whose frequencies change for the whole batch if its longest row exceeds the original context."""
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that record CUDA graphs."""
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record CUDA graphs
 TRL: dict[str, Callable[[Any, bool], Additivity]] = {
     "trl.trainer.sft_trainer.SFTTrainer": sft,
     "trl.trainer.dpo_trainer.DPOTrainer": dpo,

@@ -17,8 +17,7 @@ from hwopt.export.arguments import LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
-SAMPLED = 500
-"""Rows of a dataset whose tokens are counted."""
+SAMPLED = 500  # rows of a dataset whose tokens are counted
 SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
 """Arguments by which the Trainer would do a second time what a plugin does."""
 

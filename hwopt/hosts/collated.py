@@ -24,8 +24,7 @@ PADDING = dict.fromkeys(
     ("attention_mask", "token_type_ids", "decoder_attention_mask", "completion_mask", "assistant_masks"), 0
 ) | {"labels": -100}
 """Key of a batch -> the value that pads it on the right. With `input_ids`, these are cut to the tokens of a micro-batch."""
-AS_LONG = Widths()
-"""Micro-batches are as wide as their longest row."""
+AS_LONG = Widths()  # micro-batches are as wide as their longest row
 HALVES = ("input_ids", "attention_mask", "completion_mask")
 """Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
 
@@ -37,12 +36,9 @@ MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 @dataclass(frozen=True)
 class CollatedPart:
     inputs: dict[str, Any]
-    weight: float
-    """What its loss is multiplied by, so that the losses of a step add up to those of its batches."""
-    lengths: tuple[int, ...]
-    """Columns that each row needs; of a pair those of its longer text."""
-    first: bool = True
-    """Whether its rows may be longer than those of the part before: it begins a cut, or is a half."""
+    weight: float  # what its loss is multiplied by, so that the losses of a step add up to those of its batches
+    lengths: tuple[int, ...]  # columns that each row needs; of a pair those of its longer text
+    first: bool = True  # whether its rows may be longer than those of the part before: it begins a cut, or is a half
 
     @property
     def size(self) -> tuple[int, int]:

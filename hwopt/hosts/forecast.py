@@ -35,10 +35,8 @@ from hwopt.text import listing
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
-LENGTH = 1024
-"""Tokens of a row if neither the data, the arguments nor the model say a number."""
-TILE = (4096, 32_768)
-"""Tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)."""
+LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the model say a number
+TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 LORA_WORDS = {"r": "lora_r", "target_modules": "lora_target_modules"}

@@ -46,14 +46,12 @@ OWN_PARTS_LACK = {
     "final_steps": "the model that is saved is yours",
 }
 """The same for a user's own module in hwopt's loop."""
-STEP_FIELDS = ("cut", "batch['train']", "forward_backward")
-"""What splits a step, and computes its parts."""
+STEP_FIELDS = ("cut", "batch['train']", "forward_backward")  # what splits a step, and computes its parts
 ENGINE_FIELDS = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps", "optimizer", "optimizer_wraps")
 """What DeepSpeed, FSDP and Megatron do themselves."""
 NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
-GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
-"""Trainers of TRL that make the samples of a step themselves."""
+GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")  # Trainers of TRL that make the samples of a step themselves
 MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hwopt", "hwopt_plugins")
 """Packages whose modules keep no state on the host in a forward pass."""
 LIBRARIES = ("transformers", "trl", "sentence_transformers", "hwopt")

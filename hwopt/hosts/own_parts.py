@@ -89,8 +89,7 @@ class OwnStore:
 class OwnBatch(StepBatch):
     """A step batch of what the user's collator made: "0.labels" is the buffer `labels` of the first part."""
 
-    unread: frozenset[str] = frozenset()
-    """Keys that `forward` does not take."""
+    unread: frozenset[str] = frozenset()  # keys that `forward` does not take
 
     def _micro_batch(self, part: Part, begin: int, end: int, share: float) -> MicroBatch:
         first, last = part.first_row + begin, part.first_row + end

@@ -29,8 +29,7 @@ ARGUMENTS_LACK = TRAINER_LACKS | {
 """Field of the recipe -> why TrainingArguments alone cannot express it."""
 BITS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 """Arguments of BitsAndBytesConfig, which plugins have as words for their options."""
-DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""Those of torch's AdamW."""
+DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}  # those of torch's AdamW
 
 
 def training_arguments(

@@ -12,8 +12,7 @@ from torch import Tensor
 from hwopt.hosts.additivity import Law
 from hwopt.hosts.collated import PADDING, Batch, first_rows, known_columns, labels_in, lengths_of, sliced
 
-PROBED_ROWS = 8
-"""Rows of the first batch whose losses are compared."""
+PROBED_ROWS = 8  # rows of the first batch whose losses are compared
 
 
 def probed_rows(batch: Batch, pad_id: int | None, pairs: bool = False) -> Batch:

@@ -44,32 +44,24 @@ NAME = "your script"
 class Script:
     """What a script says of its training."""
 
-    rows: int
-    """Rows of an optimizer step over all ranks."""
-    eval_rows: int
-    """Rows of an evaluation batch."""
-    training: Mapping[str, Any]
-    """Hyperparameters, by their names in [training]."""
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """Words of TrainingArguments that the script sets itself -> their values."""
+    rows: int  # rows of an optimizer step over all ranks
+    eval_rows: int  # rows of an evaluation batch
+    training: Mapping[str, Any]  # hyperparameters, by their names in [training]
+    own: Mapping[str, Any] = field(default_factory=dict)  # words of TrainingArguments that the script sets itself -> their values
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
-    devices: int = 1
-    """Devices that each process uses: several under torch's DataParallel."""
-    adapter: bool = False
-    """Whether the host adds an adapter to the model after the plan is made."""
+    devices: int = 1  # devices that each process uses: several under torch's DataParallel
+    adapter: bool = False  # whether the host adds an adapter to the model after the plan is made
     micro_rows: int | None = None
     """Rows that the script computes at once. The profile's number is no more; None: it is the profile's."""
-    tokens_per_sample: float | None = None
-    """Mean tokens of a row; None if it is not known."""
+    tokens_per_sample: float | None = None  # mean tokens of a row; None if it is not known
 
 
 @dataclass(frozen=True)
 class ScriptPlan:
     plan: Plan
-    wins: tuple[str, ...]
-    """For each setting of the script that wins over the profile: what it replaces."""
+    wins: tuple[str, ...]  # for each setting of the script that wins over the profile: what it replaces
 
     def lines(self) -> Iterator[str]:
         """The plan as text: a line for the profile, and one for each decision and setting."""

@@ -35,15 +35,11 @@ class ScriptStep:
     """What evidence reads of a finished step, as of a `hwopt.data.batches.step_batch.StepBatch`."""
 
     index: int
-    lengths: tuple[int, ...]
-    """Tokens of each row, in the order of the micro-batches."""
-    sizes: list[tuple[int, int]]
-    """(rows, width) of each micro-batch."""
+    lengths: tuple[int, ...]  # tokens of each row, in the order of the micro-batches
+    sizes: list[tuple[int, int]]  # (rows, width) of each micro-batch
     pinned: bool = False
-    cuts: int = 1
-    """Of rows into micro-batches, the longest rows first: the lengths grow between two cuts only."""
-    widths: Widths = field(default_factory=Widths)
-    """What its micro-batches were padded to."""
+    cuts: int = 1  # of rows into micro-batches, the longest rows first: the lengths grow between two cuts only
+    widths: Widths = field(default_factory=Widths)  # what its micro-batches were padded to
 
     @property
     def step(self) -> ScriptStep:
@@ -105,8 +101,7 @@ class Loader:
 class ScriptRun(PlannedRun):
     """A RunView over the objects of a script. The host sets its attributes as they come into being."""
 
-    active: ClassVar[ScriptRun | None] = None
-    """The run whose process contexts are entered."""
+    active: ClassVar[ScriptRun | None] = None  # the run whose process contexts are entered
     inner_model = model = accelerator = optimizer = scheduler = scaler = train_loader = eval_loader = cast("Any", None)
 
     def __init__(self, plan: Plan, device: torch.device, folder: Path, listener: Listener, rank: int = 0) -> None:
@@ -114,23 +109,18 @@ class ScriptRun(PlannedRun):
         self.world_size, self.rank = plan.world_size, rank
         self.folder = self.extras = folder
         self.listener = listener if self.is_main else Listener()
-        self.error: BaseException | None = None
-        """What ended the training."""
+        self.error: BaseException | None = None  # what ended the training
         self.observation = Observation()
         self.engine = ScriptEngine(self)
-        self.forward_backward: Any = None
-        """Both passes of a micro-batch, while a Trainer trains."""
+        self.forward_backward: Any = None  # both passes of a micro-batch, while a Trainer trains
         self.step = self.total_steps = 0
-        self.began = False
-        """Whether a step of this process has begun."""
-        self.step_batch: ScriptStep | None = None
-        """Known at the end of a step only."""
+        self.began = False  # whether a step of this process has begun
+        self.step_batch: ScriptStep | None = None  # known at the end of a step only
         self.last_step_batch: ScriptStep | None = None
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing = ExitStack()
-        self.stack = ExitStack()
-        """What ends with `process`."""
+        self.stack = ExitStack()  # what ends with `process`
         self.backoff = OomBackoff("Training", plan.batch_option("train"), self.warn, last_resorts=last_resorts(self))
         if device.type == "mps":
             self.say("this Mac's GPU (MPS) trains with the plan of its CPU: hwopt has no profile for it and forecasts no memory")

@@ -54,8 +54,7 @@ class Session:
         self.in_step = False
         self.models, self.optimizers = [model], list[Any]()
         """What the loop trains: models in the order of `prepare`, and the optimizers that are followed."""
-        self.shifted: bool | None = None
-        """Whether the first column of a row predicts nothing; None before the first batch."""
+        self.shifted: bool | None = None  # whether the first column of a row predicts nothing; None before the first batch
 
     def __enter__(self) -> Session:
         model = self.apply_to(self.model)

@@ -39,10 +39,8 @@ class TrainerPasses(ForwardBackward):
     def __init__(self, trainer: Any, run: ScriptRun) -> None:
         super().__init__(run)
         self.trainer = trainer
-        self.weight: float | Tensor = 1.0
-        """What the Trainer's loss of the present micro-batch is multiplied by."""
-        self.on_device = torch.ones((), device=run.device)
-        """The weight, for passes that are recorded."""
+        self.weight: float | Tensor = 1.0  # what the Trainer's loss of the present micro-batch is multiplied by
+        self.on_device = torch.ones((), device=run.device)  # the weight, for passes that are recorded
 
     def begin(self, model: Any, training_step: Callable[[Any, Any], Tensor], count: Any) -> None:
         """`training_step(inputs, count)` is the Trainer's; `count`: the labels of the step, or None."""
@@ -81,10 +79,8 @@ class TrainerStep:
     def __init__(self, trainer: Any, run: ScriptRun, compute_loss: Callable[..., Any], additive: Law | None) -> None:
         self.trainer, self.run, self.compute_loss, self.additive = trainer, run, compute_loss, additive
         self.passes = TrainerPasses(trainer, run)
-        self.widths = Widths()
-        """What micro-batches are padded to."""
-        self.law: Additivity | None = None
-        """How the loss adds up; None before the first step."""
+        self.widths = Widths()  # what micro-batches are padded to
+        self.law: Additivity | None = None  # how the loss adds up; None before the first step
         self.batches: list[Batch] = []
 
     @property

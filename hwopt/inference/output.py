@@ -19,8 +19,7 @@ from hwopt.text import listing
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Columns = Mapping[str, Sequence[Any]]
-"""Name of a new column -> a value for each row; None for a row without a value."""
+Columns = Mapping[str, Sequence[Any]]  # name of a new column -> a value for each row; None for a row without a value
 Originals = Mapping[str, Mapping[int, Any]]
 """`Rows.non_strings`: column -> row of the table -> the value in the file, where the table holds another one."""
 

@@ -14,8 +14,7 @@ from hwopt.plugin import BatchSizes, dtype_name
 from hwopt.tasks.generators import Generation
 from hwopt.training.run import Run
 
-KEY = "inference"
-"""The key of plan.json."""
+KEY = "inference"  # the key of plan.json
 HalfDtype = Literal["fp16", "bf16"]
 HALF: Mapping[str, HalfDtype] = {"fp16": "fp16", "bf16": "bf16"}
 

@@ -33,8 +33,7 @@ from hwopt.tasks.prepared import Prepared, Trained
 from hwopt.tasks.registry import make_task
 from hwopt.text import first_line, listing, nearest
 
-ADAPTER = "adapter_config.json"
-"""The file of a folder that holds an adapter for another model."""
+ADAPTER = "adapter_config.json"  # the file of a folder that holds an adapter for another model
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -42,8 +41,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class RunModel:
     """Where the model of a run is."""
 
-    folder: Path
-    """The folder of the model, usually `final/`."""
+    folder: Path  # the folder of the model, usually `final/`
     job: Job
     settings: InferenceSettings
 
@@ -62,8 +60,7 @@ class TrainedModel:
     model: Any
     device: torch.device
     settings: InferenceSettings
-    notes: tuple[str, ...] = ()
-    """Lines for the user: how inference differs from the run's evaluation."""
+    notes: tuple[str, ...] = ()  # lines for the user: how inference differs from the run's evaluation
 
     @contextmanager
     def inference(self) -> Iterator[None]:

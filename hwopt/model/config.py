@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 SAVED_KEYS = ("architectures", "transformers_version")
 """Keys that transformers writes into every config.json, and that a hand-written config does not need."""
-MISSPELLED = 0.85
-"""Lowest similarity (difflib's ratio) of a misspelled key to the right one."""
+MISSPELLED = 0.85  # lowest similarity (difflib's ratio) of a misspelled key to the right one
 EVERY_CONFIG = frozenset({"model_type", "_name_or_path", "per_layer_config"})
 """Keys that every config class reads and does not declare."""
 

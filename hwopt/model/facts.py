@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-Head = Any
-"""What is read of a task, a `hwopt.config.task_kinds.TaskFacts`: kind, auto_class, decoder, encoder_decoder."""
+Head = Any  # what is read of a task, a `hwopt.config.task_kinds.TaskFacts`: kind, auto_class, decoder, encoder_decoder
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def model_class(config: PretrainedConfig, head: Head) -> type:
     return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
-FORMAT = 5
-"""Of the cached facts; increase it when they are read in another way."""
+FORMAT = 5  # of the cached facts; increase it when they are read in another way
 
 
 def model_facts(

@@ -13,17 +13,13 @@ from torch.utils.flop_counter import flop_registry
 
 from hwopt.model.packing import skip_packed_row_search
 
-TOKENS = 64
-"""Length of the counted input: long enough that what does not depend on the length is a small part."""
+TOKENS = 64  # length of the counted input: long enough that what does not depend on the length is a small part
 
 
 class ForwardCost(NamedTuple):
-    operations: int
-    """Operations that launch a kernel: views and allocations do not."""
-    flops_per_token: float
-    """Floating-point operations of matrix products and attention."""
-    values_per_token: float
-    """Elements that all other operations read and write, without parameters."""
+    operations: int  # operations that launch a kernel: views and allocations do not
+    flops_per_token: float  # floating-point operations of matrix products and attention
+    values_per_token: float  # elements that all other operations read and write, without parameters
 
 
 def flops_of(packet: Any, args: Any, kwargs: Any, out: Any) -> int:

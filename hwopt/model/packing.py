@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
-TOLERANCE = 1e-4
-"""Largest difference between packed and separate documents, as a fraction of the largest output."""
-LENGTHS = (13, 22, 29)
-"""Tokens of the documents: odd numbers, each longer than any convolution."""
+TOLERANCE = 1e-4  # largest difference between packed and separate documents, as a fraction of the largest output
+LENGTHS = (13, 22, 29)  # tokens of the documents: odd numbers, each longer than any convolution
 LEAK = "packed documents would attend to each other"
 
 VOCABULARY, EXPERTS, MIN_WIDTH, ALIGNED = 512, 16, 64, 16

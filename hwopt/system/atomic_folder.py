@@ -22,11 +22,9 @@ from hwopt.errors import StorageError, is_disk_full
 from hwopt.system.paths import writing
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Format of the manifest; other formats are rejected."""
+FORMAT = 1  # format of the manifest; other formats are rejected
 GIB = 2**30
-OS_FILES = ("Thumbs.db", "desktop.ini")
-"""Ignored, like hidden files such as .DS_Store."""
+OS_FILES = ("Thumbs.db", "desktop.ini")  # ignored, like hidden files such as .DS_Store
 
 
 @contextmanager

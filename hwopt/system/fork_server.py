@@ -34,10 +34,8 @@ from typing import IO
 import psutil
 
 POLL_SECONDS = 0.5
-START_SECONDS = 300.0
-"""Time for the imports of a new server."""
-BLOCKED_FACTOR = 10
-"""A request that uses no CPU is killed after so many times its limit of CPU time."""
+START_SECONDS = 300.0  # time for the imports of a new server
+BLOCKED_FACTOR = 10  # A request that uses no CPU is killed after so many times its limit of CPU time
 START_UP = """import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1])
 importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"""
 
@@ -170,8 +168,7 @@ class Fork:
     def __init__(self, work: Callable[[], bytes], connection: Connection | None = None) -> None:
         self.receiver, sender = Pipe(duplex=False)
         parent = os.getpid()
-        self.imported: list[str] = []
-        """The packages and the models that the process imported."""
+        self.imported: list[str] = []  # the packages and the models that the process imported
         self.leads = connection is not None
         self.pid = os.fork()
         if not self.pid:

@@ -45,8 +45,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
     return raw
 
 
-OR_FORCE = "give another name, or --force to overwrite it"
-"""What to do about an existing file, of commands that have --force."""
+OR_FORCE = "give another name, or --force to overwrite it"  # what to do about an existing file, of commands that have --force
 
 
 @contextmanager

@@ -22,10 +22,8 @@ from hwopt.system.fork_server import kill_on_parent_death
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 DUPLICATE_SECONDS = 1.0
 """A signal within so many seconds of the first is a copy of it: launchers and `timeout` forward what the terminal sent."""
-WORKER_GRACE_SECONDS = 20.0
-"""How long a data-loading worker lives after SIGTERM, so that the run can finish its step."""
-_received: list[tuple[int, float]] = []
-"""(signal number, monotonic time) of each signal since `install_handlers`."""
+WORKER_GRACE_SECONDS = 20.0  # how long a data-loading worker lives after SIGTERM, so that the run can finish its step
+_received: list[tuple[int, float]] = []  # (signal number, monotonic time) of each signal since `install_handlers`
 _on_first_signal: list[Callable[[int], None]] = []
 _before_forced_exit: list[Callable[[int], None]] = []
 

@@ -25,12 +25,9 @@ from hwopt.errors import WorkerDiedError
 from hwopt.system import signals
 
 POLL_SECONDS = 0.25
-SLOW_FACTOR = 10
-"""The first step, and one in which torch compiles, may take this many times `hang_timeout`."""
-COMPILER = "torch._dynamo.convert_frame"
-"""The module with the lock that torch holds while it compiles."""
-SCHEDULED = Path("/proc/self/schedstat")
-"""Nanoseconds that the main thread ran, and that it waited for a CPU."""
+SLOW_FACTOR = 10  # the first step, and one in which torch compiles, may take this many times `hang_timeout`
+COMPILER = "torch._dynamo.convert_frame"  # the module with the lock that torch holds while it compiles
+SCHEDULED = Path("/proc/self/schedstat")  # nanoseconds that the main thread ran, and that it waited for a CPU
 SECOND_SIGNAL = "exited at once after a second signal"
 
 
