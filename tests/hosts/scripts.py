@@ -73,18 +73,9 @@ class Log(TrainerCallback):
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
-    values = {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 6,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "remove_unused_columns": False,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    values: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 6}
+    values |= {"logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "remove_unused_columns": False, "use_cpu": True}
+    values |= {"save_strategy": "no", "disable_tqdm": True}
     return kind(str(folder), **(values | changes))
 
 

@@ -63,21 +63,6 @@ def in_trainer(folder: Path, options: dict[str, Any]) -> Found:
     return [each["loss"] for each in trainer.state.log_history if "loss" in each], list(trainer.model.parameters()), seen
 
 
-def in_sft_trainer(folder: Path, options: dict[str, Any]) -> Found:
-    from trl import SFTTrainer
-
-    args, model = sft(folder), llama()
-    args.max_steps = 2
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
-    cls = hwopt.optimized(SFTTrainer, "cpu", **BF16)
-    texts = data("prompt", "completion")
-    args.bf16 = True
-    trainer = cls(model=model, args=args, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter)
-    seen = watch(trainer.model)
-    trainer.train()
-    return [each["loss"] for each in trainer.state.log_history if "loss" in each], list(trainer.model.parameters()), seen
-
-
 def in_session(folder: Path, options: dict[str, Any]) -> Found:
     model = lora(**options)
     seen, losses = watch(model), []
@@ -91,7 +76,7 @@ def in_session(folder: Path, options: dict[str, Any]) -> Found:
     return [float(loss) for loss in losses], list(model.parameters()), seen
 
 
-@pytest.mark.parametrize("host", [in_trainer, in_sft_trainer, in_session])
+@pytest.mark.parametrize("host", [in_trainer, in_session])
 def test_own_lora_model_trains_the_same_bits_without_casts(host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     losses, weights, seen = host(tmp_path / "ours", {})

@@ -90,17 +90,9 @@ def test_loss_that_is_not_listed_has_no_law(name: str, tmp_path: Path) -> None:
     assert additivity_of(trainer, True).law is None
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-            "rope_type = 'dynamic' depend on the longest",
-        ),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, ""),
-    ],
-)
-def test_positions_that_depend_on_the_longest_row_have_no_law(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "reason"), [("dynamic", "rope_type = 'dynamic' depend on the longest"), ("linear", "")])
+def test_positions_that_depend_on_the_longest_row_have_no_law(kind: str, reason: str, tmp_path: Path) -> None:
+    options = {"rope_parameters": {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | SIZES | options))
     found = additivity_of(Trainer(model=model, args=arguments(tmp_path)), True)
     assert (found.law is None) == bool(reason)
@@ -123,58 +115,49 @@ def test_class_made_of_hwopts_has_no_law_whatever_the_user_says(tmp_path: Path) 
     assert "make the class first, then hwopt.optimized(Mine)" in additivity_of(trainer, True, "rows").reason
 
 
-def test_batch_statistics_have_no_law_whatever_the_user_says(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    assert "BatchNorm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), False, "rows").reason
+def with_own_forward(model: Any) -> None:
+    plain = model.forward
+    model.forward = functools.wraps(plain)(lambda *inputs, **named: plain(*inputs, **named))
 
 
-def test_images_of_other_widths_are_not_joined() -> None:
-    batches = [{"pixel_values": torch.ones(2, 1, 4, width), "labels": torch.ones(2)} for width in (4, 8)]
-    parts = micro_batches(batches, "rows", cut_in_order, 4, 0, pad_id=0)
-    assert [part.inputs["pixel_values"].shape for part in parts] == [(2, 1, 4, 4), (2, 1, 4, 8)]
-
-
-@pytest.mark.parametrize("norm", [torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.parametrize(
+    ("change", "given", "reason"),
+    [
+        (lambda model: model.add_module("own", torch.nn.BatchNorm1d(3)), "rows", "own is a BatchNorm"),
+        (lambda model: torch.nn.utils.parametrizations.spectral_norm(model.classifier), "rows", "spectral norm"),
+        (lambda model: torch.nn.utils.spectral_norm(model.classifier), "rows", "spectral norm"),
+        (with_own_forward, None, "forward() of the model is yours"),
+        (lambda model: setattr(model, "loss_function", torch.nn.functional.cross_entropy), None, "loss_function of the model"),
+        (lambda model: model.register_forward_hook(lambda *values: None), None, "a forward hook of the model"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated:FutureWarning")
-def test_spectral_norm_has_no_law(norm: Any, tmp_path: Path) -> None:
-    model = make("BertForSequenceClassification")
-    norm(model.classifier)
-    assert "spectral norm" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True).reason
-
-
-@pytest.mark.parametrize("part", ["forward", "loss_function", "hook"])
-def test_parts_of_a_model_that_a_script_replaces_have_no_law(part: str, tmp_path: Path) -> None:
-    model = make("BertForSequenceClassification")
-    trainer = Trainer(model=model, args=arguments(tmp_path))
+def test_part_of_a_model_that_a_script_changes_has_no_law(change: Any, given: Any, reason: str, tmp_path: Path) -> None:
+    trainer: Any = Trainer(model=make("BertForSequenceClassification"), args=arguments(tmp_path))
     assert additivity_of(trainer, False).law == "rows"
-    if part == "forward":
-        plain = model.forward
-        model.forward = functools.wraps(plain)(lambda *inputs, **named: plain(*inputs, **named))
-    elif part == "loss_function":
-        model.loss_function = torch.nn.functional.cross_entropy
-    else:
-        model.register_forward_hook(lambda *values: None)
-    assert additivity_of(trainer, False).law is None
+    change(trainer.model)
+    assert reason in additivity_of(trainer, False, given).reason
 
 
-def test_images_of_texts_are_not_dealt_to_rows() -> None:
-    """Two rows and two images, both of the first row."""
-    ids = torch.tensor([[9, 9, 5, 6], [5, 6, 7, 0]])
-    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids, "pixel_values": torch.ones(2, 3, 4, 4)}
-    assert len(micro_batches([batch], "sum", cut_in_order, 1, 0)) == 1
+IDS = torch.tensor([[9, 9, 5, 6], [5, 6, 7, 0]])
+TEXT = {"input_ids": IDS, "attention_mask": IDS.ne(0).long(), "labels": torch.zeros(2)}
 
 
-def test_columns_that_are_as_many_as_tokens_by_chance_are_kept() -> None:
-    ids = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
-    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "features": torch.ones(2, 4), "labels": torch.zeros(2)}
-    assert [part.inputs["features"].shape[1] for part in micro_batches([batch], "rows", cut_in_order, 1, 0)] == [4, 4]
-
-
-def test_batches_without_a_known_padding_token_are_joined_only_at_one_width() -> None:
-    batches = [{"input_ids": torch.ones(2, width, dtype=torch.long)} for width in (3, 4)]
-    batches = [batch | {"attention_mask": batch["input_ids"]} for batch in batches]
-    assert len(micro_batches(batches, "rows", cut_in_order, 9, 0)) == 2
-    assert len(micro_batches(batches, "rows", cut_in_order, 9, 0, pad_id=0)) == 1
+@pytest.mark.parametrize(
+    ("batches", "pad_id", "most", "parts"),
+    [
+        ([TEXT | {"pixel_values": torch.ones(2, 3, 4, 4)}], 0, 1, 1),  # both images may be of the first row
+        ([TEXT | {"features": torch.ones(2, 4)}], 0, 1, 2),  # as many columns as tokens by chance
+        ([{"pixel_values": torch.ones(2, 1, 4, width), "labels": torch.ones(2)} for width in (4, 8)], 0, 4, 2),
+        ([{"input_ids": IDS, "attention_mask": IDS}, {"input_ids": IDS[:, :3], "attention_mask": IDS[:, :3]}], None, 9, 2),
+        ([{"input_ids": IDS, "attention_mask": IDS}, {"input_ids": IDS[:, :3], "attention_mask": IDS[:, :3]}], 0, 9, 1),
+    ],
+)
+def test_values_of_unknown_columns_are_not_cut_or_joined(batches: Any, pad_id: int | None, most: int, parts: int) -> None:
+    found = micro_batches(batches, "rows", cut_in_order, most, 0, pad_id=pad_id)
+    assert len(found) == parts
+    for key in {"pixel_values", "features"} & batches[0].keys():
+        assert {part.inputs[key].shape[1:] for part in found} == {batch[key].shape[1:] for batch in batches}
 
 
 @given(

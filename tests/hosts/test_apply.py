@@ -35,19 +35,14 @@ def test_fused_loss_trains_the_same_and_undo_puts_back_the_model(capsys: pytest.
     with hwopt.apply(model, ["fused_loss"], "cpu", **CHUNKS):
         assert farthest(steps_of(model), wanted) < 1e-5
         assert model(**batch).logits is None
-        assert model(**batch, num_items_in_batch=7).loss.item() == pytest.approx(
-            model(**batch).loss.item() * labels_in(batch) / 7
-        )
+        wanted_sum = model(**batch).loss.item() * int((batch["labels"][:, 1:] != -100).sum())
+        assert model(**batch, num_items_in_batch=7).loss.item() == pytest.approx(wanted_sum / 7)
         model.eval()
         assert model(**batch).logits.shape[-1] == 200  # an evaluation, and generate(), need the logits
         model.train()
     assert [dict(vars(each)) for each in model.modules()] == attributes
     assert model(**batch).logits.shape[-1] == 200
     assert "apply    fused_loss: torch, logits over 200 tokens in 3 chunks per micro-batch" in capsys.readouterr().out
-
-
-def labels_in(batch: dict[str, Any]) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def test_labels_that_the_script_has_shifted_are_those_of_the_loss() -> None:
@@ -88,11 +83,8 @@ def test_checkpointing_and_attention_end_with_undo() -> None:
 
 
 def routed() -> Any:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=60, num_local_experts=4, num_experts_per_tok=1, num_key_value_heads=2, output_router_logits=True, **SIZES
-        )
-    )
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=60, **experts, **SIZES))
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ def main(folder: Path) -> None:
 def test_deepspeed_of_the_arguments_trains_as_in_the_unmodified_script(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | ranks | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, __file__, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ours"] == found["plain"]

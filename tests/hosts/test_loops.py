@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -166,23 +167,21 @@ def test_model_can_be_copied_and_saved_while_it_trains(host: Callable[[Any], Any
 
 
 def test_mistakes_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match="additive = 'mean': expected one of sum, rows"):
-        hwopt.session("cpu", bert(), rows=16, additive="mean")
-    with pytest.raises(InputError, match="additive = 'mean': expected one of sum, rows"):
-        hwopt.Accelerator(cpu=True, profile="cpu", additive="mean")
-    with pytest.raises(InputError, match="'precison'.*Did you mean 'precision'"):
-        hwopt.Accelerator(cpu=True, profile="cpu", precison=False)
-    with pytest.raises(PluginError, match="length_batching"):
-        hwopt.session("cpu", bert(), rows=16, strict=True)
-    with pytest.raises(InputError, match="comes first"):
-        hwopt.Accelerator(cpu=True, profile="cpu").accumulate_batch({}, abs)
-    with hwopt.session("cpu", bert(), rows=16, additive="rows") as own, pytest.raises(InputError, match="no optimizer yet"):
+    session, accelerator = partial(hwopt.session, model=bert(), rows=16), partial(hwopt.Accelerator, cpu=True, profile="cpu")
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: session("cpu", additive="mean"), "additive = 'mean': expected one of sum, rows"),
+        (lambda: accelerator(additive="mean"), "additive = 'mean': expected one of sum, rows"),
+        (lambda: accelerator(precison=False), "'precison'.*Did you mean 'precision'"),
+        (lambda: session("cpu", strict=True), "length_batching"),
+        (lambda: accelerator().accumulate_batch({}, abs), "comes first"),
+        (lambda: session("cpu", batch={"trian": 2}), r"^plugins.batch.trian: unknown key. Did you mean 'train'"),
+        (lambda: session("cpux"), "^profile 'cpux': no such profile. Did you mean 'cpu'"),
+    ]
+    for mistake, message in mistakes:
+        with pytest.raises((InputError, PluginError), match=message):
+            mistake()
+    with session("cpu", additive="rows") as own, pytest.raises(InputError, match="no optimizer yet"):
         own.accumulate(batches()[0], abs)
-
-    with pytest.raises(InputError, match=r"^plugins.batch.trian: unknown key. Did you mean 'train'"):
-        hwopt.session("cpu", bert(), rows=16, batch={"trian": 2})
-    with pytest.raises(InputError, match="^profile 'cpux': no such profile. Did you mean 'cpu'"):
-        hwopt.session("cpux", bert(), rows=16)
 
 
 @pytest.mark.parametrize(("split", "limit"), [(False, None), (True, None), (True, TOKENS)])

@@ -22,9 +22,8 @@ class Net(torch.nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(16, 3)
-        )
+        parts = torch.nn.Linear(8, 16), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+        self.layers = torch.nn.Sequential(*parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.layers(x)

@@ -76,14 +76,8 @@ def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_pa
     assert found.plan.model.architecture == "LlamaForCausalLM"
 
 
-ADAPTED = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=2,
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=2,
-    dtype="bfloat16",
-)
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+ADAPTED = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT and TRL

@@ -108,10 +108,9 @@ def test_half_weights_that_the_arguments_load_are_refused(tmp_path: Path) -> Non
     llama().save_pretrained(tmp_path / "model")
     args = sft(tmp_path)
     args.bf16, args.model_init_kwargs = True, {"dtype": "bfloat16"}
+    cls, rows = hwopt.optimized(SFTTrainer, "cpu", precision={"dtype": "bf16"}), data("prompt", "completion")
     with pytest.raises(InputError, match="trains bfloat16 weights"):
-        hwopt.optimized(SFTTrainer, "cpu", precision={"dtype": "bf16"})(
-            str(tmp_path / "model"), args=args, train_dataset=data("prompt", "completion"), processing_class=tokenizer()
-        )
+        cls(str(tmp_path / "model"), args=args, train_dataset=rows, processing_class=tokenizer())
 
 
 def preference_model(folder: Path) -> Any:

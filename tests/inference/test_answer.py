@@ -13,22 +13,8 @@ from task_rows import write_jsonl
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.errors import DataError, InputError
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
 SHORT = {"max_new_tokens": 5}
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    rows = [
-        {"messages": [{"role": "user", "content": f"what is {n}"}, {"role": "assistant", "content": f"it is {n % 3}"}]}
-        for n in range(16)
-    ]
-    source = write_jsonl(folder / "train.jsonl", rows)
-    data = {"train": source, "eval": source, "chat_template": "chatml", "max_length": 60}
-    train_tiny(plan_for(tiny_profile(), tiny_job(folder / "data", "causal-lm", data=data, max_steps=6)), folder)
-    return folder / "run"
 
 
 def predicted(run: Path, row: object, folder: Path) -> str:

@@ -125,12 +125,7 @@ def test_unnamed_columns_are_told_apart_by_their_places(classifier: Path, tmp_pa
     (tmp_path / "in.csv").write_text(",text,,\n1,red,,x\n")
     assert api.predict(classifier, str(tmp_path / "in.csv"), tmp_path / "out.jsonl").predicted == 1
     (row,) = rows_of(tmp_path / "out.jsonl")
-    assert [(name, row[name]) for name in list(row)[:4]] == [
-        ("column 1", "1"),
-        ("text", "red"),
-        ("column 3", ""),
-        ("column 4", "x"),
-    ]
+    assert list(row.items())[:4] == [("column 1", "1"), ("text", "red"), ("column 3", ""), ("column 4", "x")]
 
 
 def test_final_copied_alone_predicts_as_the_run(classifier: Path, tmp_path: Path) -> None:
@@ -156,10 +151,7 @@ def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path
     monkeypatch.setattr(ClassPredictor, "predict", limited)
     report = api.predict(classifier, str(source), tmp_path / "out.jsonl", warn=warnings.append)
     assert (report.predicted, sum(sizes), sizes[:2]) == (20, 20, [2, 2])
-    assert [line.split(":")[0] for line in warnings[:2]] == [
-        "Inference ran out of memory in a batch of 8 rows",
-        "Inference ran out of memory in a batch of 8 rows",
-    ]
+    assert [line.split(":")[0] for line in warnings[:2]] == ["Inference ran out of memory in a batch of 8 rows"] * 2
     monkeypatch.setattr(ClassPredictor, "predict", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("8 GiB")))
     with pytest.raises(DoesNotFitError, match="not even row by row"):
         api.predict(classifier, str(source), tmp_path / "none.jsonl")
@@ -195,9 +187,8 @@ def test_inference_has_the_precision_and_attention_of_the_run(classifier: Path, 
 
 
 def test_generation_is_that_of_the_pipeline(generator: Path, tmp_path: Path) -> None:
-    report = api.predict(
-        generator, str(generator.parent / "eval.jsonl"), tmp_path / "out.jsonl", generation={"max_new_tokens": 6}, batch_size=5
-    )
+    source = str(generator.parent / "eval.jsonl")
+    report = api.predict(generator, source, tmp_path / "out.jsonl", generation={"max_new_tokens": 6}, batch_size=5)
     assert report.columns == ("generated_text",)
     found = rows_of(tmp_path / "out.jsonl")
     assert any(row["generated_text"] for row in found)

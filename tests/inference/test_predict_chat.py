@@ -6,29 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
+from inference.conftest import conversation
 from task_rows import write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hwopt import api
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-
-
-def conversation(number: int, answered: bool = True) -> list[dict[str, str]]:
-    answer = [{"role": "assistant", "content": f"it is {number % 3}"}] if answered else []
-    return [{"role": "user", "content": f"what is {number}"}, *answer]
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    data = {
-        name: write_jsonl(folder / f"{name}.jsonl", [{"messages": conversation(number)} for number in range(16)])
-        for name in ("train", "eval")
-    }
-    job = tiny_job(folder / "data", "causal-lm", data=data | {"chat_template": "chatml", "max_length": 60}, max_steps=6)
-    train_tiny(plan_for(tiny_profile(), job), folder)
-    return folder / "run"
 
 
 def generated(path: Path) -> list[str | None]:
@@ -55,9 +37,8 @@ def test_other_chat_formats_and_unusable_conversations(chat: Path, tmp_path: Pat
         {"conversations": [{"from": "gpt", "value": "it is 1"}]},
         {"conversations": []},
     ]
-    report = api.predict(
-        chat, write_jsonl(tmp_path / "sharegpt.jsonl", rows), tmp_path / "out.jsonl", generation={"max_new_tokens": 5}
-    )
+    sharegpt = write_jsonl(tmp_path / "sharegpt.jsonl", rows)
+    report = api.predict(chat, sharegpt, tmp_path / "out.jsonl", generation={"max_new_tokens": 5})
     assert [text is None for text in generated(tmp_path / "out.jsonl")] == [False, True, True]
     assert next(iter(report.without_prediction.values())) == "has no message before the assistant's"
     alpaca = write_jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "what is 1"}, {"instruction": ""}])

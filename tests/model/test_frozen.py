@@ -16,14 +16,9 @@ from hwopt_plugins.adapter import Adapter
 
 
 def model() -> torch.nn.Module:
-    return torch.nn.ModuleDict(
-        {
-            "body": torch.nn.ModuleDict(
-                {"embeddings": torch.nn.Embedding(4, 2), "layers": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])}
-            ),
-            "head": torch.nn.Linear(2, 1),
-        }
-    )
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+    body = torch.nn.ModuleDict({"embeddings": torch.nn.Embedding(4, 2), "layers": layers})
+    return torch.nn.ModuleDict({"body": body, "head": torch.nn.Linear(2, 1)})
 
 
 def trained(found: torch.nn.Module) -> set[str]:

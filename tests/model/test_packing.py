@@ -28,10 +28,7 @@ DECODERS: dict[str, tuple[Mapping[str, Any], str]] = {
     "gemma3_text": (SMALL | {"head_dim": 16}, APART),
     "gpt2": ({"n_embd": 64, "n_head": 4, "n_layer": 2}, APART),
     "lfm2": (SMALL | {"layer_types": ["full_attention"] * 4}, APART),
-    "lfm2 with a late convolution": (
-        SMALL | {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 7 + ["conv"]},
-        "mixes packed documents",
-    ),
+    "lfm2 with a late convolution": (SMALL | {"layer_types": ["full_attention"] * 3 + ["conv"]}, "mixes packed documents"),
     "falcon_h1": (MAMBA | {"mamba_d_ssm": 128}, "mixes packed documents"),
     "qwen3_5_text": (SMALL | {"head_dim": 16, "layer_types": LINEAR}, "mixes packed documents"),
     "gpt_oss": (EXPERTS | {"head_dim": 16}, "mixes packed documents"),
