@@ -71,18 +71,26 @@ class Evidence(TrainerCallback):
             self._observing = None
 
 
+def finding(what: str, asked: object, ran: object, seen: str) -> Finding:
+    """`ran`: None if that is not known."""
+    return what, "off" if not asked else "unknown" if ran is None else "active" if ran else "inactive", seen
+
+
 def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[Finding]:
     """What the first step shows of each optimization. "inactive": the arguments or the model ask for it, and it did not run."""
-    yield from (attention(model, seen), precision(args, seen), updates(args, optimizer, seen))
-    yield from (checkpointing(args, seen), compilation(args, model, seen))
+    yield from (attention(model, seen), precision(args, seen), updates(args, optimizer, seen), checkpointing(args, seen))
+    asked, graphs = getattr(args, "torch_compile", False), seen.calls("CompiledFxGraph", "Torch-Compiled Region")
+    compiled = sum(each._compiled_call_impl is not None for each in model.modules())
+    said = f"torch_compile = {asked}; {compiled} compiled module(s), {graphs} call(s) of compiled graphs"
+    yield finding("compile", asked, graphs, said)
     if getattr(args, "tf32", None) is not None:
         matmul = torch.backends.cuda.matmul.fp32_precision
-        wrong = args.tf32 and matmul != "tf32"
-        yield "tf32", "inactive" if wrong else "active", f"matmul {matmul}, {seen.matmul_dtypes.get('float', 0)} matmuls in fp32"
+        said = f"matmul {matmul}, {seen.matmul_dtypes.get('float', 0)} matmuls in fp32"
+        yield finding("tf32", True, matmul == "tf32" or not args.tf32, said)
     if getattr(args, "use_liger_kernel", False):
         places = ((each, type(each).__module__ + getattr(each.forward, "__module__", "")) for each in model.modules())
         own = sorted({type(each).__name__ for each, place in places if "liger_kernel" in place})
-        yield "use_liger_kernel", "active" if own else "inactive", f"modules of Liger: {listing(own) if own else 'none'}"
+        yield finding("use_liger_kernel", True, own, f"modules of Liger: {listing(own) or 'none'}")
 
 
 def attention(model: Any, seen: Observation) -> Finding:
@@ -93,8 +101,8 @@ def attention(model: Any, seen: Observation) -> Finding:
         if kernel is not None and "backward" not in name:
             calls[kernel] = max(count, calls.get(kernel, 0))
     ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
-    status = "off" if asked in (None, "eager") else "unknown" if not seen.operators else "active" if calls else "inactive"
-    return "attention", status, f"attn_implementation {asked}; {ran}"
+    known = calls if seen.operators else None
+    return finding("attention", asked not in (None, "eager"), known, f"attn_implementation {asked}; {ran}")
 
 
 def precision(args: Any, seen: Observation) -> Finding:
@@ -102,11 +110,10 @@ def precision(args: Any, seen: Observation) -> Finding:
     shown = ", ".join(f"{count} {name.removeprefix('c10::')}" for name, count in sorted(seen.matmul_dtypes.items())) or "none"
     said = f"{wanted or 'fp32'} asked; matmuls: {shown}"
     if wanted is None or not seen.matmul_dtypes:
-        return "precision", "unknown" if wanted else "off", said
-    others = [name for name, dtypes in seen.linear_dtypes.items() if dtypes - {PRODUCTS[wanted]}]
-    if others:
+        return finding("precision", wanted, None, said)
+    if others := [name for name, dtypes in seen.linear_dtypes.items() if dtypes - {PRODUCTS[wanted]}]:
         said += f"; in another dtype: {listing(others)}"
-    return "precision", "inactive" if others or not seen.matmul_dtypes.get(PRODUCTS[wanted]) else "active", said
+    return finding("precision", True, not others and seen.matmul_dtypes.get(PRODUCTS[wanted], 0), said)
 
 
 def updates(args: Any, optimizer: Any, seen: Observation) -> Finding:
@@ -114,28 +121,18 @@ def updates(args: Any, optimizer: Any, seen: Observation) -> Finding:
     fused = seen.calls("_fused_adam", "_fused_sgd", "_fused_adagrad")
     said = f"optim {asked}: {type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}, {fused} fused update(s)"
     wrong = ("fused" in asked and not fused) or ("8bit" in asked and "torch." in type(optimizer).__module__)
-    return "optimizer", "inactive" if wrong else "active", said
+    return finding("optimizer", True, not wrong, said)
 
 
 def checkpointing(args: Any, seen: Observation) -> Finding:
     """The modules inside a layer that is recomputed are called twice for each call of the model."""
-    asked = bool(getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False))
+    asked = getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False)
     calls = seen.forward_calls
     numbered = [(name, [part.isdigit() for part in name.split(".")]) for name in calls]
     layers = [name for name, digits in numbered if digits[-1] and not any(digits[:-1])]
     most = {layer: max(count for name, count in calls.items() if f"{name}.".startswith(f"{layer}.")) for layer in layers}
     once = [layer for layer in layers if most[layer] <= calls.get("", 0)]
     if not layers:
-        return "checkpointing", "unknown" if asked else "off", "the layers were not counted"
+        return finding("checkpointing", asked, None, "the layers were not counted")
     said = f"{len(layers) - len(once)} of {len(layers)} layers recomputed"
-    if asked and once:
-        return "checkpointing", "inactive", f"{said}; not {listing(once)}"
-    return "checkpointing", "active" if asked else "off", said
-
-
-def compilation(args: Any, model: Any, seen: Observation) -> Finding:
-    asked = bool(getattr(args, "torch_compile", False))
-    graphs = seen.calls("CompiledFxGraph", "Torch-Compiled Region")
-    compiled = sum(each._compiled_call_impl is not None for each in model.modules())
-    said = f"torch_compile = {asked}; {compiled} compiled module(s), {graphs} call(s) of compiled graphs"
-    return "compile", "off" if not asked else "active" if graphs else "inactive", said
+    return finding("checkpointing", asked, not once, f"{said}; not {listing(once)}" if asked and once else said)
