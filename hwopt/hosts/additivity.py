@@ -11,16 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from transformers import Trainer
 
 from hwopt.errors import InputError
 from hwopt.hosts.limits import engine_of
 from hwopt.text import listing
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 Law = Literal["sum", "rows", "labels"]
 """sum: the loss of a micro-batch is divided by the step's count already. rows, labels: it is a mean over these."""
@@ -103,7 +101,9 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
         return Additivity(None, f"{name} is not a model of transformers")
-    if counted and passes_count(type(model)):
+    # whether the class gives what `forward` is called with, such as `num_items_in_batch`, to its loss
+    call = inspect.getsource(type(model).forward).partition("self.loss_function(")[2].partition("\n\n")[0]
+    if counted and "**kwargs" in call:
         law: Law | None = "sum" if name.endswith(COUNTED) else None
     elif name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder:
         law = None
@@ -113,12 +113,6 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
         return Additivity(None, f"the loss of {name} is not on the list of losses that are known to be sums over samples")
     how = "divided by the labels of the step" if law == "sum" else f"a mean over the {law}"
     return Additivity(law, f"the loss of {name} is {how}")
-
-
-def passes_count(model: Any) -> bool:
-    """Whether the class of transformers gives what `forward` is called with, such as `num_items_in_batch`, to its loss."""
-    _, called, rest = inspect.getsource(model.forward).partition("self.loss_function(")
-    return bool(called) and "**kwargs" in rest.partition("\n\n")[0]
 
 
 def front_problem(trainer: Trainer) -> str:

@@ -101,12 +101,10 @@ def why_not(entry: Any, plan: Plan, model: Any) -> str:
         return str(entry.reason)
     if makes_another_model(written):
         return SAVED_MODEL
-    config = getattr(model, "config", None)
-    if "loss" in written and config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+    if "loss" in written and hasattr(model, "config") and getattr(model.config.get_text_config(), "output_router_logits", False):
         return "the model adds the load-balancing loss of its router to its own loss"
-    if "loss" in written and "liger_kernel" in getattr(model.forward, "__module__", ""):
-        return "Liger computes the loss of this model already"
-    return ""
+    liger = "loss" in written and "liger_kernel" in getattr(model.forward, "__module__", "")
+    return "Liger computes the loss of this model already" if liger else ""
 
 
 def makes_another_model(fields: Container[str]) -> bool:
@@ -162,10 +160,9 @@ class Changes:
         self.tables = [vars(each) for each in (*modules, *configs.values())]
         self.tables += [value for table in self.tables for name, value in table.items() if name.endswith("_hooks")]
         self.before = [dict(table) for table in self.tables]
-        self.changed: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        self.changed: list[tuple[dict[Any, Any], Any, Any, Any]] = []  # (table, name, value before, value now)
 
     def seen(self) -> None:
-        """Note what has changed: (table, name, value before, value now)."""
         for table, old in zip(self.tables, self.before, strict=True):
             found = ((table, name, old.get(name, self), table.get(name, self)) for name in {*table, *old})
             self.changed += [each for each in found if each[2] is not each[3]]

@@ -17,6 +17,8 @@ from hwopt.export.arguments import LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
+TRAINING = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")
+"""The hyperparameters that [training] of a job may have too."""
 SAMPLED = 500  # rows of a dataset whose tokens are counted
 SWITCHES = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
 """Arguments by which the Trainer would do a second time what a plugin does."""
@@ -53,7 +55,7 @@ def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Scrip
         rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         eval_rows=args.per_device_eval_batch_size,
         micro_rows=args.per_device_train_batch_size,
-        training=training_of(args),
+        training={name: getattr(args, name) for name in TRAINING if name in Training.model_fields and getattr(args, name, None)},
         own=own_words(args),
         lacks=lacks,
         world_size=args.world_size,
@@ -70,12 +72,6 @@ def mean_tokens(dataset: Any) -> float | None:
     if "attention_mask" in few.column_names:
         return sum(map(sum, few["attention_mask"])) / len(few)
     return sum(map(len, few["input_ids"])) / len(few) if "input_ids" in few.column_names else None
-
-
-def training_of(args: Any) -> dict[str, Any]:
-    """The hyperparameters of `args` that [training] of a job has too."""
-    known = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")
-    return {name: getattr(args, name) for name in known if name in Training.model_fields and getattr(args, name, None)}
 
 
 def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:

@@ -19,16 +19,12 @@ from hwopt.hosts.additivity import Law
 Batch = Mapping[str, Any]
 Cut = Callable[[Sequence[int], int], Iterable[Sequence[int]]]
 """(lengths, most rows) -> the rows of each micro-batch, as `recipe.cut`."""
-
-PADDING = dict.fromkeys(
-    ("attention_mask", "token_type_ids", "decoder_attention_mask", "completion_mask", "assistant_masks"), 0
-) | {"labels": -100}
+MASKS = ("attention_mask", "token_type_ids", "decoder_attention_mask", "completion_mask", "assistant_masks")
+PADDING = dict.fromkeys(MASKS, 0) | {"labels": -100}
 """Key of a batch -> the value that pads it on the right. With `input_ids`, these are cut to the tokens of a micro-batch."""
 AS_LONG = Widths()  # micro-batches are as wide as their longest row
 HALVES = ("input_ids", "attention_mask", "completion_mask")
 """Keys of a batch of pairs that hold the chosen rows, then the rejected ones; others have an entry for each pair."""
-
-
 MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 """Starts of the keys that hold what the texts of a batch refer to. A row may refer to any number of them, also none."""
 
@@ -53,9 +49,7 @@ def width_of(batch: Batch) -> int:
 
 def rows_of(batch: Any) -> int | None:
     """The rows of `batch` if every value has one entry for each row; None if it cannot be sliced."""
-    if not isinstance(batch, Mapping):
-        return None
-    if "input_ids" in batch and any(key.startswith(MEDIA) for key in batch):
+    if not isinstance(batch, Mapping) or ("input_ids" in batch and any(key.startswith(MEDIA) for key in batch)):
         return None
     counts = {value.shape[0] if isinstance(value, Tensor) and value.ndim else -1 for value in batch.values()}
     return counts.pop() if len(counts) == 1 and -1 not in counts else None
@@ -63,15 +57,13 @@ def rows_of(batch: Any) -> int | None:
 
 def lengths_of(batch: Batch) -> list[int]:
     """The columns that each row needs: up to its last token, which the attention mask names."""
-    width = width_of(batch)
     if not is_padded(batch):
-        return [width] * (rows_of(batch) or 0)
-    mask = batch["attention_mask"]
+        return [width_of(batch)] * (rows_of(batch) or 0)
+    mask, labels = batch["attention_mask"], batch.get("labels")
     used = mask.ne(0)
-    labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.shape == mask.shape:
         used = used | labels.ne(-100)
-    columns = torch.arange(1, width + 1, device=mask.device)
+    columns = torch.arange(1, width_of(batch) + 1, device=mask.device)
     lengths: list[int] = (used * columns).flatten(1).amax(1).clamp(min=1).tolist()
     return lengths
 
@@ -215,8 +207,7 @@ def widened(value: Tensor, width: int, filler: Any) -> Tensor:
 
 def sliced(batch: Batch, rows: list[int], width: int, pad_id: int | None = None) -> dict[str, Any]:
     """The `rows` of `batch`, without the columns right of `width`, or padded up to it."""
-    full = width_of(batch)
-    found = {}
+    full, found = width_of(batch), {}
     for key, value in batch.items():
         part = value[rows]
         wide = (key == "input_ids" or key in PADDING) and part.ndim > 1 and part.shape[-1] == full

@@ -78,7 +78,8 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found |= dict.fromkeys(("optimizer", "optimizer_wraps"), optimizer)
     if loader := overridden(trainer, OWN_LOADER):
         found["loader"] = f"{loader} makes the DataLoader"
-    if is_stream(given.get("train_dataset")):
+    dataset = given.get("train_dataset")  # those of the library datasets share their rows among workers themselves
+    if isinstance(dataset, torch.utils.data.IterableDataset) and type(dataset).__module__.partition(".")[0] != "datasets":
         found["loader"] = "each worker would repeat your IterableDataset; set dataloader_num_workers where it shares its rows"
     if passes := own_passes(trainer, args, given):
         found["forward_backward"] = passes
@@ -109,12 +110,6 @@ def unknown_part(model: Any) -> str:
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return f"{name or 'the model'} has a hook"
     return ""
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether `dataset` is a stream of rows. Those of the library datasets share their rows among workers themselves."""
-    own = isinstance(dataset, torch.utils.data.IterableDataset)
-    return own and type(dataset).__module__.partition(".")[0] != "datasets"
 
 
 def engine_lacks(engine: str) -> dict[str, str]:

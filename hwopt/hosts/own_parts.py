@@ -27,7 +27,7 @@ from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, device_of, refuse_other_laws, shifts_labels, without_dropout
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
-from hwopt.hosts.probe import PROBED_ROWS, is_rough, laws_that_agree, probed_rows, without_zeros
+from hwopt.hosts.probe import PROBED_ROWS, is_rough, laws_that_agree, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
@@ -44,7 +44,7 @@ MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are 
 @contextmanager
 def seeded(*place: int) -> Iterator[None]:
     """A block in which random, numpy and torch draw numbers that depend on `place` alone; afterwards they go on as before."""
-    states, seed = (random.getstate(), np.random.get_state()), mix(*place)
+    of_python, of_numpy, seed = random.getstate(), np.random.get_state(), mix(*place)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
@@ -52,8 +52,8 @@ def seeded(*place: int) -> Iterator[None]:
             torch.default_generator.manual_seed(seed)
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class OwnStore:
@@ -66,12 +66,9 @@ class OwnStore:
             raise InputError(f"the dataset needs __len__ and __getitem__; {type(dataset).__name__} lacks one of them")
         if not len(dataset):
             raise DataError("the dataset is empty")
-        self.dataset = dataset
-        first = dataset[0]
-        texts = isinstance(first, Mapping) and "input_ids" in first
-        lengths = [max(1, len(dataset[index]["input_ids"])) for index in range(len(dataset))] if texts else [1] * len(dataset)
-        self.lengths = np.array(lengths, np.int32)
-        self.counts = np.ones(len(dataset), np.int32)
+        self.dataset, self.counts, self.lengths = dataset, np.ones(len(dataset), np.int32), np.ones(len(dataset), np.int32)
+        if isinstance(first := dataset[0], Mapping) and "input_ids" in first:
+            self.lengths = np.array([max(1, len(dataset[index]["input_ids"])) for index in range(len(dataset))], np.int32)
         self.meta: dict[str, Any] = {}
         self.folder = Path(hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16])
 
@@ -141,10 +138,10 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict
         raise DataError(f"the rows of the dataset are of unequal size. {PADDING} ({first_line(error)})") from error
     if not isinstance(batch, Mapping) or rows_of(batch) != rows:
         shapes = {key: tuple(getattr(value, "shape", ())) for key, value in batch.items()} if isinstance(batch, Mapping) else ""
+        hint = f". {PADDING}" if collate_fn is torch.utils.data.default_collate else ""
         raise DataError(
-            f"collate_fn: expected a dict of tensors with an entry for each of {rows} rows, got "
-            f"{type(batch).__name__} {shapes}. Return a dict, and leave out what has no entry for each row"
-            + (f". {PADDING}" if collate_fn is torch.utils.data.default_collate else "")
+            f"collate_fn: expected a dict of tensors with an entry for each of {rows} rows, got {type(batch).__name__} {shapes}. "
+            f"Return a dict, and leave out what has no entry for each row{hint}"
         )
     return dict(batch)
 
@@ -268,12 +265,11 @@ class OwnTask(Task):
         def loss_of(part: dict[str, Any]) -> float:
             return float(self.loss_of(self.model(**{key: part[key] for key in part if key not in self.unread}), part))
 
-        pad_id = getattr(getattr(transformers_model(self.model), "config", None), "pad_token_id", None)
         known: list[tuple[Law, bool]] = [("rows", False), ("sum", False)]
         if "labels" in batch:
             known += [("labels", shifted) for shifted in ([self.shifted] if self.own_loss is None else [False, True])]
         with torch.no_grad(), seeded(self.seed), without_dropout(self.model), without_zeros(self.model):
-            few = probed_rows(batch, pad_id)
+            few = probed_rows(batch, pad_id_of(getattr(transformers_model(self.model), "config", None)))
             near = dict(reversed(laws_that_agree(loss_of, few, known, is_rough())))
         seen = f" {rows} rows of your data agree with {listing([repr(law) for law in LAWS if law in near])}." if near else ""
         if additive is None:

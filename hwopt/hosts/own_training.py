@@ -55,13 +55,11 @@ def train_own(
     world = rank_and_world(os.environ)[1]
     if additive == "labels" and world > 1:
         raise InputError('additive = "labels" needs the labels of the other ranks, which one rank does not know: use one rank')
-    found = plan_for(
-        model, profile, Script(rows, rows, dict(training or {}), lacks=OWN_PARTS_LACK, world_size=world), plugins or {}, strict
-    )
+    script = Script(rows, rows, dict(training or {}), lacks=OWN_PARTS_LACK, world_size=world)
+    found = plan_for(model, profile, script, plugins or {}, strict)
     refuse_half_weights(model, found.plan)
     task = OwnTask(model, train_dataset, eval_dataset, collate_fn, loss, metrics, additive, found.plan.training.seed)
-    target = target or Target()
-    target.require_usable()
+    (target := target or Target()).require_usable()
     name = f"{type(model).__name__}-{found.plan.profile.name}"
     # a model without a name: no license of a base model is looked up
     unnamed = found.plan.job.model.model_copy(update={"name": None, "config": {"model_type": type(model).__name__}})

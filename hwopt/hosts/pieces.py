@@ -82,11 +82,7 @@ def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., 
     by plugins that decide by its size.
     """
     make = part_plan(profile, model, plugins).recipe.optimizer or torch.optim.AdamW
-
-    def optimizer_over(parameters: Iterable[Any], lr: float = DEFAULTS["lr"], **defaults: Any) -> Any:
-        return made_with(make, parameters, {"lr": lr, **defaults})
-
-    return optimizer_over
+    return lambda parameters, lr=DEFAULTS["lr"], **defaults: made_with(make, parameters, {"lr": lr, **defaults})
 
 
 def made_with(make: Callable[..., Any], parameters: Iterable[Any], defaults: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hwopt.hosts.additivity import Law
-from hwopt.hosts.collated import PADDING, Batch, first_rows, known_columns, labels_in, lengths_of, sliced
+from hwopt.hosts.collated import PADDING, Batch, first_rows, is_padded, labels_in, lengths_of, sliced
 
 PROBED_ROWS = 8  # rows of the first batch whose losses are compared
 
@@ -21,13 +21,11 @@ def probed_rows(batch: Batch, pad_id: int | None, pairs: bool = False) -> Batch:
     Rows of one length would hide what trimmed columns change.
     """
     few = first_rows(batch, PROBED_ROWS, pairs)
-    ids, mask = few.get("input_ids"), few.get("attention_mask")
-    if pad_id is None or not isinstance(ids, Tensor) or ids.ndim != 2 or mask is None or mask.shape != ids.shape:
-        return few
-    if not known_columns(few) or ids.shape[1] < 3:
+    ids = few.get("input_ids")
+    if pad_id is None or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3 or not is_padded(few):
         return few
     found = dict(few)
-    for key, filler in {**PADDING, "input_ids": pad_id}.items():
+    for key, filler in (PADDING | {"input_ids": pad_id}).items():
         if key in few and few[key].shape == ids.shape:
             found[key] = few[key].clone()
             found[key][1::2, -(ids.shape[1] // 3) :] = filler
@@ -86,6 +84,11 @@ def without_zeros(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter in zeros:
                 parameter.zero_()
+
+
+def pad_id_of(*sources: Any) -> int | None:
+    """The first `pad_token_id` of tokenizers and configs; None if they have none."""
+    return next((number for each in sources if (number := getattr(each, "pad_token_id", None)) is not None), None)
 
 
 def is_rough(precision: str = "no") -> bool:

@@ -97,10 +97,10 @@ def plan_for(
     hardware = hardware or detect(local_rank(os.environ), max(local_ranks(os.environ, script.world_size), script.devices))
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
-    why: tuple[str, ...] = ()
+    why = ""
     if profile == "auto":
         found = auto_profile.choose(hardware, inputs)
-        profile, why = found.nearest.name, (f"profile auto: {found.reason}",)  # the script gives the rows
+        profile, why = found.nearest.name, f"profile auto: {found.reason}"  # the script gives the rows
     for name in tables:
         inputs.registry.plugin(name)  # a misspelt one that is turned off would stay on
     asked = list(assignments_of(tables))
@@ -134,7 +134,7 @@ def plan_for(
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
-    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, *why, *wins, *more))))
+    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, why, *wins, more))))
 
 
 def task_of(model: Any) -> str:
@@ -202,19 +202,19 @@ def stepless(profile: Profile, tables: Mapping[str, Any]) -> dict[str, Any]:
     return plugins
 
 
-def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: Mapping[str, Any]) -> tuple[list[str], str]:
     """The batch sizes of `script` as `--set` takes them, and a line if micro-batches get fewer rows than in `profile`."""
     sizes = {"effective_batch_size": script.rows, "per_device_eval_batch_size": script.eval_rows}
     name, option = plugin_aliases()["per_device_train_batch_size"].split(".")[1:]
-    theirs, most, asked, lines = profile.get(name, {}).get(option), script.micro_rows, tables.get(name), []
+    theirs, most, asked, line = profile.get(name, {}).get(option), script.micro_rows, tables.get(name), ""
     said = asked is False or (isinstance(asked, Mapping) and isinstance(asked.get(option), int))
     if most is not None and theirs is not None and not said and (theirs == "auto" or theirs > most):
         sizes["per_device_train_batch_size"] = most
-        lines = [
+        line = (
             f"micro-batches have no more tokens than {most} of the longest rows, by per_device_train_batch_size; the profile has "
             f"{theirs} rows. If hwopt.fits says that they fit, {name}={{{option!r}: {theirs!r}}} takes them"
-        ]
-    return [f"{plugin_aliases()[word]}={rows}" for word, rows in sizes.items()], lines
+        )
+    return [f"{plugin_aliases()[word]}={rows}" for word, rows in sizes.items()], line
 
 
 def own_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
+from hwopt.hosts.collated import AS_LONG, CollatedPart
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.model.adapters import casts_outside_autocast
 from hwopt.planning.parts import without
@@ -40,6 +42,12 @@ class ScriptStep:
     pinned: bool = False
     cuts: int = 1  # of rows into micro-batches, the longest rows first: the lengths grow between two cuts only
     widths: Widths = field(default_factory=Widths)  # what its micro-batches were padded to
+
+    @classmethod
+    def of(cls, index: int, parts: Sequence[CollatedPart], pinned: bool = False, widths: Widths = AS_LONG) -> ScriptStep:
+        """The step of these `parts`."""
+        lengths = tuple(length for part in parts for length in part.lengths)
+        return cls(index, lengths, [part.size for part in parts], pinned, sum(part.first for part in parts), widths)
 
     @property
     def step(self) -> ScriptStep:
@@ -132,10 +140,7 @@ class ScriptRun(PlannedRun):
     @property
     def samples(self) -> int:
         """Rows of the training data; 0 for an IterableDataset."""
-        try:
-            return len(getattr(self.train_loader, "dataset", ()))
-        except TypeError:
-            return 0
+        return operator.length_hint(getattr(self.train_loader, "dataset", ()))
 
     @property
     def parts(self) -> list[Any]:

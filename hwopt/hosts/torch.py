@@ -20,7 +20,7 @@ from hwopt.hosts.apply import Forward
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
-from hwopt.hosts.probe import is_rough, laws_that_agree, probed_rows, without_zeros
+from hwopt.hosts.probe import is_rough, laws_that_agree, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep, with_lines
 from hwopt.text import first_line
@@ -70,11 +70,9 @@ class Session:
         """`model` after the plan's model steps; the process has the plan's kernels until `close`."""
         self.stack.enter_context(self.run.process())
         self.stack.callback(self.run.stop_observing)
-        model = self.run.fitted(model)
-        self.models[0] = model
+        model = self.models[0] = self.run.fitted(model)
         self.run.adapt(model)
-        hook = model.register_forward_pre_hook(ForwardPreHook(self.begin_step))
-        self.stack.callback(hook.remove)
+        self.stack.callback(model.register_forward_pre_hook(ForwardPreHook(self.begin_step)).remove)
         return model
 
     def optimizer(self, parameters: Any, **defaults: Any) -> Any:
@@ -167,12 +165,10 @@ class Session:
         lower = f"lower {self.run.plan.batch_option('train')} (now {self.run.batch.train} rows at once)"
         if self.run.world_size > 1:
             return f"hwopt does not repeat a batch on several ranks: {lower}"
-        if not first:
-            return (
-                "hwopt repeats only the first batch of a step: gradients of this one may be in the weights already. Pass all "
-                f"rows of a step as one batch, which is split and repeated as a whole, or {lower}"
-            )
-        return ""
+        why = (
+            "hwopt repeats only the first batch of a step: gradients of this one may be in the weights already. Pass all rows of"
+        )
+        return "" if first else f"{why} a step as one batch, which is split and repeated as a whole, or {lower}"
 
     def _trained(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of all models and optimizers; one of both comes twice."""
@@ -190,17 +186,14 @@ class Session:
         self.shifted = self._shifts()
         if not isinstance(batch, Mapping) or (rows_of(batch) or 0) < 2 or (law == "labels" and "labels" not in batch):
             return
-        configs = (getattr(transformers_model(inner(model)), "config", None) for model in self.models)
-        pad_id = next((number for config in configs if (number := getattr(config, "pad_token_id", None)) is not None), None)
+        pad_id = pad_id_of(*(getattr(transformers_model(inner(model)), "config", None) for model in self.models))
         rough = is_rough(self.run.recipe.accelerator.get("mixed_precision", "no"))
         with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())), ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(without_dropout(model))
                 stack.enter_context(without_zeros(model))
-            few = probed_rows(batch, pad_id)
-            found = laws_that_agree(
-                lambda inputs: float(loss(inputs)), few, [(law, self.shifted), (law, not self.shifted)], rough
-            )
+            few, laws = probed_rows(batch, pad_id), [(law, self.shifted), (law, not self.shifted)]
+            found = laws_that_agree(lambda inputs: float(loss(inputs)), few, laws, rough)
         if not found:
             raise InputError(
                 f"additive = {law!r} is wrong for the first batch: the losses of single rows do not add up to that of "
@@ -218,9 +211,7 @@ class Session:
         """Called after each update of the weights."""
         if not self.in_step:  # another optimizer has ended the step
             return
-        sizes, lengths = [part.size for part in self.parts], [length for part in self.parts for length in part.lengths]
-        cuts = sum(part.first for part in self.parts)
-        self.run.last_step_batch = ScriptStep(self.run.step, tuple(lengths), sizes, cuts=cuts)
+        self.run.last_step_batch = ScriptStep.of(self.run.step, self.parts)
         self.parts, self.in_step = [], False
         self.run.end_step(skipped=False)
 
@@ -242,8 +233,7 @@ def planned(
     if additive and (problem := rows_meet(model)):
         raise InputError(f"additive = {additive!r}: {problem}, so a batch cannot be split; leave additive out")
     lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
-    own = Script(rows, rows, {}, lacks=lacks, **script)
-    return plan_for(model, profile, own, plugins, strict)
+    return plan_for(model, profile, Script(rows, rows, {}, lacks=lacks, **script), plugins, strict)
 
 
 def session(

@@ -17,6 +17,7 @@ from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -212,11 +213,8 @@ class OptimizedTrainer(Base):
                 setattr(self.args, name, value)
 
     def _save(self, *positional: Any, **named: Any) -> None:
-        changed, self.args = self.args, self._own_args
-        try:
-            super()._save(*positional, **named)  # training_args.bin holds the user's own arguments
-        finally:
-            self.args = changed
+        with mock.patch.object(self, "args", self._own_args):  # training_args.bin holds the user's own arguments
+            super()._save(*positional, **named)
 
 
 def default_arguments(trainer: type, model: Any) -> Any:
@@ -245,10 +243,8 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             run.model, run.inner_model = objects["model"], trainer.accelerator.unwrap_model(trainer.model)
             run.adapt(run.inner_model)
-            run.scheduler = objects.get("lr_scheduler")
-            optimizer = objects["optimizer"]
+            run.scheduler, run.scaler, optimizer = objects.get("lr_scheduler"), trainer.accelerator.scaler, objects["optimizer"]
             run.optimizer = getattr(optimizer, "optimizer", optimizer)
-            run.scaler = trainer.accelerator.scaler
             run.step, run.total_steps = state.global_step, state.max_steps
             for step in run.recipe.prepared_steps:
                 step(run)

@@ -21,7 +21,7 @@ from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
 from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS, unknown_part
-from hwopt.hosts.probe import adds_up, is_rough, probed_rows, without_zeros
+from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
 from hwopt.training.accumulation import not_timed
@@ -100,7 +100,8 @@ class TrainerStep:
             self._find_law(model)
         self._left -= 1
         if not self.is_split:
-            self._note([(rows_of(inputs) or 1, 0)] if self._left else [(rows_of(each) or 1, 0) for each in self.batches])
+            sizes = [(rows_of(each) or 1, 0) for each in ([inputs] if self._left else self.batches)]
+            self.run.last_step_batch = ScriptStep(self.run.step, (), sizes, self._pinned)
             args = self.trainer.args
             try:
                 return compute(send_to_device(inputs, args.device, non_blocking=True), count)
@@ -122,7 +123,8 @@ class TrainerStep:
         found = additivity_of(self.trainer, self._counted, self.additive)
         first = self.batches[0]
         rows = rows_of(as_pairs(first) if found.pairs else first) or 0
-        if found.law is not None and self._any_rank(rows >= 2 and not self._agrees(model, first, found)):
+        # all ranks split their steps, or none does
+        if found.law is not None and self._sums([float(rows >= 2 and not self._agrees(model, first, found))])[0]:
             found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
         self.law, self.run.forward_backward = found, self.passes
         if self.is_split:
@@ -145,10 +147,6 @@ class TrainerStep:
             else:
                 run.forward_backward = wrap(run, self.passes)
         self.widths = Widths(widths, run.batch.pad_to_multiple_of)
-
-    def _any_rank(self, found: bool) -> bool:
-        """Whether one of the ranks has `found`: all split their steps, or none does."""
-        return bool(self._sums([float(found)])[0])
 
     def _sums(self, numbers: Sequence[float]) -> list[float]:
         """The sums of `numbers` over the ranks."""
@@ -177,8 +175,7 @@ class TrainerStep:
 
         generators = torch.random.fork_rng(range(torch.cuda.device_count()))
         with self._gathering_nothing(), torch.no_grad(), generators, without_dropout(model), without_zeros(inner(model)):
-            whole = loss_of(few)
-            losses = [loss_of(part.inputs) for part in rows]
+            whole, *losses = [loss_of(inputs) for inputs in (few, *(part.inputs for part in rows))]
         vars(trainer).update(counters)
         return adds_up(whole, losses, [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
 
@@ -187,8 +184,7 @@ class TrainerStep:
         """The token that pads the rows."""
         trainer = self.trainer
         tokenizers = (getattr(trainer.data_collator, "tokenizer", None), getattr(trainer, "processing_class", None))
-        known = (getattr(each, "pad_token_id", None) for each in (*tokenizers, getattr(inner(trainer.model), "config", None)))
-        return next((number for number in known if number is not None), None)
+        return pad_id_of(*tokenizers, getattr(inner(trainer.model), "config", None))
 
     def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
         shifted = shifts_labels(self.trainer.model)
@@ -222,8 +218,7 @@ class TrainerStep:
         changed = self._merge_metrics(counters, parts)
         if changed and not run.steps:
             run.say(f"logged as means over the rows of a step, unlike in the unmodified script: {', '.join(changed)}")
-        lengths = tuple(length for part in parts for length in part.lengths)
-        self._note([part.size for part in parts], lengths, cuts=sum(part.first for part in parts))
+        run.last_step_batch = ScriptStep.of(run.step, parts, self._pinned, self.widths)
         return total
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
@@ -267,11 +262,9 @@ class TrainerStep:
         metrics = getattr(self.trainer, "_metrics", None)
         return own | ({"_metrics": copy.deepcopy(metrics)} if metrics is not None else {})
 
-    def _note(self, sizes: list[tuple[int, int]], lengths: tuple[int, ...] = (), cuts: int = 1) -> None:
-        """Keep the micro-batches of the step for evidence."""
-        run = self.run
-        pinned = bool(getattr(run.train_loader, "pin_memory", False)) and run.device.type != "cpu"
-        run.last_step_batch = ScriptStep(run.step, lengths, sizes, pinned, cuts, self.widths)
+    @property
+    def _pinned(self) -> bool:
+        return bool(getattr(self.run.train_loader, "pin_memory", False)) and self.run.device.type != "cpu"
 
 
 def own_values(values: Any, *args: Any, **options: Any) -> Any:
