@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,7 @@ from torch import Tensor
 from hwopt.distributed.engine import Engine, new_cpu_group
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DoesNotFitError, HwoptError, WorkerDiedError, exit_code_of
-
-if TYPE_CHECKING:
-    from hwopt.plugin.run_view import RunView
-
+from hwopt.plugin.run_view import RunView
 
 block_numbers = itertools.count()  # numbers of the blocks of `first_rank_first`, the same on all ranks
 BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
@@ -87,15 +83,13 @@ class DataParallelEngine(Engine):
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in self.buckets:
             gradients = [p.grad for p in bucket if p.grad is not None]
-            if not gradients:
-                continue
             if len(gradients) == 1 and gradients[0].is_contiguous():
                 dist.all_reduce(gradients[0])  # saves the copy of a large tensor, such as an embedding
-                continue
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+            elif gradients:
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                dist.all_reduce(flat)
+                parts = flat.split([gradient.numel() for gradient in gradients])
+                torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
 @contextmanager

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
+from hwopt.plugin.run_view import RunView
 from hwopt.tensor_tree import copy_into, map_tensors
-
-if TYPE_CHECKING:
-    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
-    from hwopt.plugin.run_view import RunView
-
 
 JOB_KEYS = ("lr", "initial_lr", "weight_decay", "eps")  # keys of a parameter group that come from the job; no step changes them
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hwopt.data.batches.step_batch import MicroBatch
-    from hwopt.plugin.run_view import RunView
+from hwopt.data.batches.step_batch import MicroBatch
+from hwopt.plugin.run_view import RunView
 
 TARGETS = "targets"  # the name of the loss's targets beside those of the arguments of `forward`
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hwopt.data.batches.step_batch import MicroBatch, StepBatch
+from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.engine import Engine
 
 

@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet
 
 from hwopt.errors import HwoptError, InputError, StorageError
 from hwopt.system.paths import refuse_output, writing
 from hwopt.text import listing
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Columns = Mapping[str, Sequence[Any]]  # name of a new column -> a value for each row; None for a row without a value
 Originals = Mapping[str, Mapping[int, Any]]
@@ -113,9 +113,6 @@ class ParquetWriter(Writer):
     parquet: Any = None
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet
-
         types = {str: pa.string(), float: pa.float64(), int: pa.int64(), list: pa.list_(pa.string())}
         table = table.replace_schema_metadata(None)  # the features of `datasets` would lack the new columns
         for name, values in columns.items():

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hwopt.config.job import Job
 from hwopt.data.batches.samplers import eval_batches
 from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.reading import read_all, read_options
@@ -29,9 +30,6 @@ from hwopt.tasks.predictors import ModelInput, TextPredictor
 from hwopt.tasks.registry import make_task
 from hwopt.text import listing
 from hwopt.training.evaluation import each_row_once
-
-if TYPE_CHECKING:
-    from hwopt.config.job import Job
 
 
 @dataclass(frozen=True)

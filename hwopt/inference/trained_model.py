@@ -80,9 +80,8 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
             raise InputError(f"--set {'.'.join(key)}: the model is trained; only keys of [data] can be set")
     kind = path_kind(path, "RUN")
     if kind != "folder":
-        what = "no such folder" if kind == "missing" else "is a file"
+        what, in_runs = "no such folder" if kind == "missing" else "is a file", Path("runs") / path.name
         names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
-        in_runs = Path("runs") / path.name
         hint = f" Did you mean {in_runs}?" if in_runs.is_dir() else nearest(path.name, names)
         raise InputError(f"{path}: {what}.{hint} Give a run folder, such as runs/NAME")
     path = path.absolute()

@@ -33,11 +33,8 @@ class Outside:
 @contextmanager
 def casts_outside_autocast(model: torch.nn.Module, device_type: str) -> Iterator[None]:
     """A block in which LoRA layers cast no input under autocast, except before dropout, whose numbers depend on the dtype."""
-    layers = [
-        layer
-        for layer in casting_layers(model)
-        if layer.cast_input_dtype_enabled is True and not any(getattr(each, "p", 0) for each in layer.lora_dropout.values())
-    ]
+    casting = (layer for layer in casting_layers(model) if layer.cast_input_dtype_enabled is True)
+    layers = [layer for layer in casting if not any(getattr(each, "p", 0) for each in layer.lora_dropout.values())]
     for layer in layers:
         layer.cast_input_dtype_enabled = Outside(device_type)
     try:

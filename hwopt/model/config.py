@@ -100,15 +100,14 @@ def load_error_message(name: str, error: Exception) -> str:
         )
     if "trust_remote_code" in text or "custom code" in text:
         return f"model.name: {name!r} needs custom code. If you trust it, add --trust-remote-code {name}"
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if not looks_local and not Path(name).is_dir() and "connect to" in text:
+    looks_local, is_folder = name.startswith((".", "/", "~")) or name.count("/") > 1, Path(name).is_dir()
+    if not (looks_local or is_folder) and "connect to" in text:
         return (
             f"model.name: {name!r} is not a folder, is not in the cache of this machine, and the hub is out of reach. Check the "
             "network and HF_HUB_OFFLINE, or give the folder of a model. For random weights set model.config, as `hwopt init` does"
         )
-    cause = "no such folder" if looks_local else "no such folder, and no such model on the hub (or the hub is unreachable)"
-    if Path(name).is_dir():
-        cause = "its config.json cannot be used"
+    remote = "" if looks_local else ", and no such model on the hub (or the hub is unreachable)"
+    cause = "its config.json cannot be used" if is_folder else f"no such folder{remote}"
     return f"model.name: {name!r}: {cause} ({cut(first_line(error), 160)}). Give a local folder or a hub name."
 
 

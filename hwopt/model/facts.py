@@ -80,28 +80,18 @@ def is_decoder(config: PretrainedConfig) -> bool:
     return generates and not bidirectional and (not fills_masks or bool(getattr(config, "is_decoder", False)))
 
 
-def remote_class(config: PretrainedConfig, head: Head) -> type | None:
-    """The class in a trusted model's own code for a task; None if the model uses a class of transformers."""
-    name = str(getattr(config, "name_or_path", ""))
-    reference = (getattr(config, "auto_map", None) or {}).get(head.auto_class)
-    if reference is None or not is_trusted(name):
-        return None
+def model_class(config: PretrainedConfig, head: Head) -> Any:
+    """The class for a task and this architecture, maybe of a trusted model's own code. Raises InputError if there is none."""
+    import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    try:
-        found: type = get_class_from_dynamic_module(reference, name)
-    except Exception as error:  # custom code can raise anything
-        raise InputError(f"model.name: {name!r}: cannot use its custom code: {type(error).__name__}: {error}") from error
-    return found
-
-
-def model_class(config: PretrainedConfig, head: Head) -> type:
-    """The model class for a task and this architecture. Raises InputError if there is none."""
-    import transformers
-
-    mapping = getattr(transformers, head.auto_class)._model_mapping
-    if (custom := remote_class(config, head)) is not None:
-        return custom
+    name, mapping = str(getattr(config, "name_or_path", "")), getattr(transformers, head.auto_class)._model_mapping
+    reference = (getattr(config, "auto_map", None) or {}).get(head.auto_class)
+    if reference is not None and is_trusted(name):
+        try:
+            return get_class_from_dynamic_module(reference, name)
+        except Exception as error:  # custom code can raise anything
+            raise InputError(f"model.name: {name!r}: cannot use its custom code: {type(error).__name__}: {error}") from error
     if type(config) not in mapping:
         raise InputError(
             f"model: transformers has no {head.kind} head for {config.model_type!r}; choose another model or task.kind"
@@ -111,8 +101,8 @@ def model_class(config: PretrainedConfig, head: Head) -> type:
             f"model: {config.model_type!r} is an encoder: it attends to the tokens that it should predict. "
             "Choose a decoder (gpt2, llama, gemma …), or another task.kind"
         )
-    found: Any = mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 FORMAT = 5  # of the cached facts; increase it when they are read in another way

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from hwopt.errors import InputError
 from hwopt.text import listing, nearest
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def freeze(model: nn.Module, frozen: Sequence[str], trained: Sequence[str]) -> str:
@@ -24,9 +22,8 @@ def freeze(model: nn.Module, frozen: Sequence[str], trained: Sequence[str]) -> s
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             parts = list(dict.fromkeys(part for name in names for part in above(name)))
-            raise InputError(
-                f"{key}: {pattern!r} matches no weight of the model.{nearest(pattern, parts)} It has {listing(parts)}"
-            )
+            hint = nearest(pattern, parts)
+            raise InputError(f"{key}: {pattern!r} matches no weight of the model.{hint} It has {listing(parts)}")
     for name, parameter in model.named_parameters():
         matched = any(matches(name, pattern) for pattern in patterns)
         parameter.requires_grad_(matched != bool(frozen) and parameter.requires_grad)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # largest difference between packed and separate documents, as a fraction of the largest output
 LENGTHS = (13, 22, 29)  # tokens of the documents: odd numbers, each longer than any convolution
 LEAK = "packed documents would attend to each other"
-
 VOCABULARY, EXPERTS, MIN_WIDTH, ALIGNED = 512, 16, 64, 16
 PROPORTIONAL = re.compile(
     r"hidden_size|n_embd|d_model|dim|embedding_size|hidden_size_per_layer_input|n_inner"
@@ -134,9 +133,10 @@ def small_config(config: PretrainedConfig, depth: int | None) -> PretrainedConfi
         setattr(text, key, value)
     for key, value in depth_changes(values, before, depth) if depth else ():
         setattr(text, key, value)
-    others = [getattr(small, name, None) for name in getattr(small, "sub_configs", ())]
-    for part in others:  # towers for images and sounds, which text does not pass
-        for key, _ in [] if part is None or part is text else depths(part):
+    for part in (getattr(small, name, None) for name in getattr(small, "sub_configs", ())):
+        for key, _ in (
+            [] if part is None or part is text else depths(part)
+        ):  # towers for images and sounds, which text does not pass
             setattr(part, key, 1)
     for part in (small, text):
         if hasattr(part, "use_cache"):

@@ -90,13 +90,12 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                 self.close()
                 return None
             pid = int(self.connection.recv_bytes())
+            within = False
             try:
                 within = self.answers_within(pid, limit_s) if cpu_time else self.connection.poll(limit_s)
-            except BaseException:
-                kill_session(pid)
-                raise
-            if not within:
-                kill_session(pid)
+            finally:
+                if not within:
+                    kill_session(pid)
             reply: Reply = pickle.loads(self.connection.recv_bytes())
             return reply if within else None
         except (EOFError, OSError) as error:
@@ -120,8 +119,8 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         self.errors.seek(0)
-        lines = self.errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1][:200] if lines else f"exit code {self.process.poll()}"
+        *_, last = [f"exit code {self.process.poll()}", *self.errors.read().decode("utf-8", "replace").strip().splitlines()]
+        return last[:200]
 
     def close(self) -> None:
         """End the server and everything that it started."""

@@ -6,8 +6,8 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -24,12 +24,8 @@ def hub_is_out_of_reach() -> bool:
 @contextmanager
 def offline_clients(offline: bool = True) -> Iterator[None]:
     """The hub's clients use their caches only, if `offline`. They read the environment when they are imported, not later."""
-    loaded: list[Any] = [sys.modules[name] for name in ("huggingface_hub.constants", "datasets.config") if name in sys.modules]
-    before = [client.HF_HUB_OFFLINE for client in loaded]
-    try:
-        for client in loaded if offline else ():
-            client.HF_HUB_OFFLINE = True
+    with ExitStack() as stack:
+        for name in ("huggingface_hub.constants", "datasets.config") if offline else ():
+            if name in sys.modules:
+                stack.enter_context(mock.patch.object(sys.modules[name], "HF_HUB_OFFLINE", True))
         yield
-    finally:
-        for client, value in zip(loaded, before, strict=True):
-            client.HF_HUB_OFFLINE = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from hwopt.errors import InputError
@@ -42,6 +41,6 @@ def refuse_missing_rendezvous(environment: Mapping[str, str]) -> None:
 def environment_number(environment: Mapping[str, str], name: str, default: int, limit: int = 1_000_000) -> int:
     """Return a variable that holds a whole number below `limit`, or `default` if it is unset. Raises InputError otherwise."""
     text = environment.get(name, "") or str(default)
-    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) >= limit:
+    if not text.isdecimal() or int(text) >= limit:
         raise InputError(f"{name}={truncate(text)}: expected a whole number below {limit:,}. {SET_BY_LAUNCHER}")
     return int(text)
