@@ -16,6 +16,8 @@ from hwopt.errors import InputError, PluginError
 
 WIDE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
 CONFIG = BertConfig(vocab_size=1000, architectures=["BertForSequenceClassification"], **WIDE)
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+ADAPTED = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **SMALL)
 SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 
 
@@ -45,10 +47,8 @@ def test_model_kwargs_and_optimizer() -> None:
 
 
 def test_model_kwargs_quantize_as_the_profile_does(tmp_path: Path) -> None:
-    config = LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=100)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    always = {"always": True}
-    found = hwopt.model_kwargs("rtx3070_8gb_qlora", str(tmp_path), adapter=always)
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **SMALL)).save_pretrained(tmp_path)
+    found = hwopt.model_kwargs("rtx3070_8gb_qlora", str(tmp_path), adapter={"always": True})
     model = LlamaForCausalLM.from_pretrained(tmp_path, **found)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
     assert found["quantization_config"].bnb_4bit_use_double_quant
@@ -68,16 +68,12 @@ def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_pa
     from trl import SFTConfig
 
     own = {"use_cpu": True, "bf16": False, "max_length": 64, "per_device_train_batch_size": 16, SWITCH: False}
-    plain = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2)
+    plain = LlamaConfig(**SMALL)
     found = hwopt.fits(plain, SFTConfig(str(tmp_path), packing=True, **own), card="RTX 3090", batch={"train": 4})
     assert "16 x 64 tokens" in str(found)
     assert "16 x 64 tokens" in str(hwopt.fits(plain, SFTConfig(str(tmp_path), **own), card="RTX 3090", batch=False))
     assert found.plan is not None
     assert found.plan.model.architecture == "LlamaForCausalLM"
-
-
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-ADAPTED = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT and TRL

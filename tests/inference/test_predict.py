@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
+from task_rows import write_jsonl
 from transformers import pipeline
 
 from hwopt import api
@@ -97,17 +98,16 @@ def test_unusable_rows_stay_without_a_prediction_and_are_named(
 
 
 def test_a_text_longer_than_the_model_is_truncated_only_if_the_job_says_so(classifier: Path, tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps({"text": "red " * 100}) + "\n" + json.dumps({"text": "one"}) + "\n")
-    assert api.predict(classifier, str(source), tmp_path / "cut.jsonl").predicted == 2  # data.max_length = 32
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "red " * 100}, {"text": "one"}])
+    assert api.predict(classifier, source, tmp_path / "cut.jsonl").predicted == 2  # data.max_length = 32
     run = shutil.copytree(classifier, tmp_path / "run")
     job = (run / "job.toml").read_text().replace("max_length = 32\n", "")
     (run / "job.toml").write_text(job)
-    report = api.predict(run, str(source), tmp_path / "out.jsonl")
+    report = api.predict(run, source, tmp_path / "out.jsonl")
     (reason,) = report.without_prediction.values()
     assert list(report.without_prediction) == [f"{source}:1"]
     assert reason.endswith("tokens, more than the model's limit of 64 (data.max_length truncates)")
-    assert api.predict(run, str(source), tmp_path / "set.jsonl", assignments=["data.max_length=20"]).predicted == 2
+    assert api.predict(run, source, tmp_path / "set.jsonl", assignments=["data.max_length=20"]).predicted == 2
 
 
 def test_new_columns_never_replace_a_column_of_the_input(classifier: Path, tmp_path: Path) -> None:
@@ -209,9 +209,8 @@ def test_sampling_repeats_with_the_same_seed(generator: Path, tmp_path: Path) ->
 
 
 def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps({"question": "what is " * 80}) + "\n" + json.dumps({"question": "what"}) + "\n")
-    report = api.predict(generator, str(source), tmp_path / "out.jsonl")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"question": "what is " * 80}, {"question": "what"}])
+    report = api.predict(generator, source, tmp_path / "out.jsonl")
     (reason,) = report.without_prediction.values()
     assert "leaves no room to generate: the model's limit is 64" in reason
     assert Generation().max_new_tokens > 64  # limited by the model
