@@ -43,8 +43,7 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
 @format_option
 def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> int:
     quiet_libraries()
-    from hwopt.configs.check.checker import check_file
-    from hwopt.configs.check.facts import Given
+    from hwopt.configs.check.checker import Given, check_file
     from hwopt.report.check import show_report
     from hwopt.report.terminal import Terminal
 

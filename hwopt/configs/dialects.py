@@ -1,29 +1,100 @@
-"""The keys of axolotl and LLaMA-Factory.
+"""The keys of axolotl and LLaMA-Factory, and the data sets of its dataset_info.json.
 
 https://docs.axolotl.ai/docs/config-reference.html
 https://github.com/hiyouga/LLaMA-Factory/tree/main/examples
+https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from hwopt.configs.dialect import NOTHING, Dialect, Special
-from hwopt.configs.launchers import ACCELERATE, DEEPSPEED
-from hwopt.configs.registered_data import add_registered
+from hwopt.configs.launchers import ACCELERATE, DEEPSPEED, NOTHING, Dialect, Special
 from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
 from hwopt.data.sources.messages import SHAREGPT_ROLES
 
+ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+"""LLaMA-Factory's name of a column -> the name that hwopt recognises."""
+TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
+}
+"""LLaMA-Factory's name of a word in messages -> the words that hwopt reads."""
+WORDS = {"split": "dataset_train_split", "num_samples": "max_train_samples"}
+NAMES = "columns that hwopt does not recognise under these names; data.prompt and data.completion name a pair without input"
+
+
+def folder_of(view: View) -> Path:
+    """The folder that `dataset_dir` names: from the working directory, as LLaMA-Factory takes it, else from the file's folder."""
+    given = next((str(entry.value) for entry in view.source.entries if entry.key == "dataset_dir"), "data")
+    return next((path for path in (Path(given), Path(view.source.name).parent / given) if path.is_dir()), Path(given))
+
+
+def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
+    """Set `word` to the file or the hub name of the data set `name`, and its columns; to `name` itself if none is registered."""
+    folder = folder_of(view)
+    listed: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        listed = json.loads((folder / "dataset_info.json").read_text("utf-8"))
+    known = listed.get(name) if isinstance(listed, Mapping) else None
+    if not isinstance(known, Mapping):
+        view.add(word, entry, name)
+        return
+    path = folder / str(known["file_name"]) if "file_name" in known else known.get("hf_hub_url")
+    if path is None or known.get("ranking"):
+        why = "preferences; train them with a trainer of TRL and hwopt.optimized" if known.get("ranking") else "has no file"
+        view.leave(entry, f"{folder / 'dataset_info.json'}: {why}")
+        return
+    subset = f":{known['subset']}" if "subset" in known else ""
+    view.add(word, entry, f"{path}{subset}")
+    if word != "train_file":
+        return
+    for key, value in known.items():
+        part = replace(entry, path=(*entry.path, key), value=value)
+        if key in WORDS:
+            view.add(WORDS[key], part)
+        elif key in ("columns", "tags") and not isinstance(value, Mapping):
+            view.leave(part, "expected names by their meaning")
+        elif key == "columns" and known.get("formatting") == "sharegpt":
+            view.add("messages_column", part, value.get("messages", "conversations"))
+            for each, column in value.items():
+                if each != "messages" and column != each:
+                    view.leave(replace(part, path=(*part.path, each), value=column), f"rename the column to {each!r}")
+        elif key == "tags":
+            for each, tag in value.items():
+                if tag not in TAGS.get(each, ()):
+                    view.leave(replace(part, path=(*part.path, each), value=tag), "rename it to a word of ShareGPT or OpenAI")
+        elif key == "columns" and any(ALPACA_COLUMNS.get(each) != column for each, column in value.items()):
+            if value.keys() == {"prompt", "response"}:
+                view.add("prompt_column", part, value["prompt"])
+                view.add("completion_column", part, value["response"])
+            else:
+                view.leave(part, NAMES)
+
+
 IS_OFF = {False: ignored("is off")}
-OWN_TEMPLATE = ignored("hwopt takes the tokenizer's chat template by default")
+TEMPLATES = {
+    "tokenizer_default": ignored("hwopt takes the tokenizer's chat template by default"),
+    "jinja": ignored("chat_template_jinja has it"),
+}
+ATTENTION = {"flash": "flash_attention_2", "xformers": "sdpa", "sdp": "sdpa", "flex": "flex_attention", "eager": "eager"}
+CHAT_KEYS = "roles message_property_mappings message_field_role message_field_content"
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 FORMATS = ("json", "csv", "parquet", "text")
 PROMPTS = {
-    "alpaca": without(
-        "hwopt reads instruction, input and output as a conversation, in the chat template instead of Alpaca's text"
-    ),
+    "alpaca": without("hwopt reads instruction, input and output as a chat, in the chat template instead of Alpaca's text"),
     "chat_template": ignored("hwopt renders conversations with the chat template"),
     "completion": ignored("hwopt trains all tokens of a text column"),
 }
@@ -86,50 +157,29 @@ def causal_lm(view: View) -> None:
         view.imply("task", "causal-lm", model)
 
 
+# fmt: off
 AXOLOTL = Dialect(
     "axolotl",
     names("base_model micro_batch_size sequence_len sample_packing dataset_prepared_path evals_per_epoch"),
     {
-        "base_model": "model_name_or_path",
-        "revision_of_model": "model_revision",
-        "tokenizer_config": "tokenizer_name",
-        "optimizer": "optim",
-        "lr_scheduler": "lr_scheduler_type",
-        "num_epochs": "num_train_epochs",
-        "micro_batch_size": "per_device_train_batch_size",
-        "eval_batch_size": "per_device_eval_batch_size",
-        "batch_size": "effective_batch_size",
-        "gradient_checkpointing": ("gradient_checkpointing", dict.fromkeys(("offload", "offload_disk"), True)),
-        "sequence_len": "max_length",
-        "chat_template": (
-            "chat_template_path",
-            {"tokenizer_default": OWN_TEMPLATE, "jinja": ignored("chat_template_jinja has it")},
-        ),
-        "chat_template_jinja": "chat_template_path",
-        "sample_packing": "packing",
-        "cosine_min_lr_ratio": min_rate,
-        "val_set_size": "eval_fraction",
-        "adapter": ("use_peft", {"lora": True, "qlora": True}),
-        "lora_modules_to_save": "modules_to_save",
-        **{f"peft_{word}": word for word in names("use_dora use_rslora init_lora_weights layers_to_transform")},
+        "base_model": "model_name_or_path", "revision_of_model": "model_revision", "tokenizer_config": "tokenizer_name",
+        "optimizer": "optim", "lr_scheduler": "lr_scheduler_type", "cosine_min_lr_ratio": min_rate,
+        "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
+        "batch_size": "effective_batch_size", "num_epochs": "num_train_epochs", "val_set_size": "eval_fraction",
+        "sequence_len": "max_length", "sample_packing": "packing",
+        "gradient_checkpointing": ("gradient_checkpointing", {"offload": True, "offload_disk": True}),
+        "chat_template": ("chat_template_path", TEMPLATES), "chat_template_jinja": "chat_template_path",
+        "adapter": ("use_peft", {"lora": True, "qlora": True}), "lora_modules_to_save": "modules_to_save",
         "lora_target_linear": ("lora_target_modules", {True: "all-linear", False: None}),
+        **{f"peft_{word}": word for word in names("use_dora use_rslora init_lora_weights layers_to_transform")},
         "liger_fused_linear_cross_entropy": "use_liger_kernel",
-        "flash_attention": ("attn_implementation", {True: "flash_attention_2", **IS_OFF}),
-        "xformers_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
-        "sdp_attention": ("attn_implementation", {True: "sdpa", **IS_OFF}),
-        "flex_attention": ("attn_implementation", {True: "flex_attention", **IS_OFF}),
-        "eager_attention": ("attn_implementation", {True: "eager", **IS_OFF}),
-        "datasets": data_sets,
-        "datasets.0.path": "train_file",
+        **{f"{key}_attention": ("attn_implementation", {True: name, **IS_OFF}) for key, name in ATTENTION.items()},
+        "datasets": data_sets, "datasets.0.path": "train_file", "datasets.0.type": prompt_type,
         "datasets.0.split": ("dataset_train_split", {"train": ignored("the default of hwopt too")}),
-        "datasets.0.type": prompt_type,
-        "datasets.0.field": "text_column",
-        "datasets.0.field_messages": "messages_column",
+        "datasets.0.field": "text_column", "datasets.0.field_messages": "messages_column",
         "datasets.0.roles_to_train": "roles_to_train",
-        **dict.fromkeys((f"datasets.0.{key}" for key in names("roles message_property_mappings")), chat_words),
-        **dict.fromkeys((f"datasets.0.message_field_{key}" for key in ("role", "content")), chat_words),
-        "test_datasets": data_sets,
-        "test_datasets.0.path": "validation_file",
+        **{f"datasets.0.{key}": chat_words for key in names(CHAT_KEYS)},
+        "test_datasets": data_sets, "test_datasets.0.path": "validation_file",
     },
     {
         "evals_per_epoch": "hwopt evaluates at the end of each epoch; training.eval_steps sets another interval",
@@ -140,13 +190,11 @@ AXOLOTL = Dialect(
         "datasets.0.ds_type": "hwopt takes the format from the extension",
         "strict": "hwopt refuses unknown keys always",
         "save_first_step": "a check of axolotl's own",
-        "loss_watchdog_threshold": "training.loss_spike watches the loss",
-        "loss_watchdog_patience": "training.loss_spike watches the loss",
+        **dict.fromkeys(names("loss_watchdog_threshold loss_watchdog_patience"), "training.loss_spike watches the loss"),
     },
-    "a key of axolotl without a counterpart",
-    arguments=True,
-    finish=causal_lm,
+    "a key of axolotl without a counterpart", arguments=True, finish=causal_lm,
 )
+# fmt: on
 
 
 def bits(view: View, entry: Entry) -> None:
@@ -187,32 +235,22 @@ def supervised(view: View) -> None:
 
 ADAPTERS = without("hwopt trains all weights, or LoRA and DoRA adapters")
 FULL = ignored("hwopt trains all weights unless a profile has an adapter")
+# fmt: off
 LLAMA_FACTORY = Dialect(
     "llama-factory",
     names("finetuning_type cutoff_len lora_target dataset_dir plot_loss"),
     {
-        "cutoff_len": "max_length",
-        "val_size": "eval_fraction",
-        "max_samples": "max_train_samples",
-        "early_stopping_steps": "early_stopping_patience",
-        "neat_packing": ("packing", IS_OFF),
+        "cutoff_len": "max_length", "val_size": "eval_fraction", "max_samples": "max_train_samples",
+        "early_stopping_steps": "early_stopping_patience", "neat_packing": ("packing", IS_OFF),
         "mask_history": ("assistant_turns", {True: "last", False: ignored("hwopt trains all answers by default")}),
-        "train_on_prompt": "train_on_inputs",
-        "lora_rank": "lora_r",
-        "additional_target": "modules_to_save",
+        "train_on_prompt": "train_on_inputs", "lora_rank": "lora_r", "additional_target": "modules_to_save",
         "pissa_init": ("init_lora_weights", {True: "pissa", False: None}),
-        "lora_target": ("lora_target_modules", {"all": "all-linear"}),
-        "enable_liger_kernel": "use_liger_kernel",
-        "double_quantization": "bnb_4bit_use_double_quant",
-        "quantization_bit": bits,
-        "dataset": first_set("train_file"),
-        "eval_dataset": first_set("validation_file"),
+        "lora_target": ("lora_target_modules", {"all": "all-linear"}), "enable_liger_kernel": "use_liger_kernel",
+        "double_quantization": "bnb_4bit_use_double_quant", "quantization_bit": bits,
+        "dataset": first_set("train_file"), "eval_dataset": first_set("validation_file"), "stage": stage,
         "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
-        "stage": stage,
-        "flash_attn": (
-            "attn_implementation",
-            {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None},
-        ),
+        "flash_attn": ("attn_implementation",
+            {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None}),
     },
     {
         "preprocessing_num_workers": "hwopt tokenizes once and keeps the result in its cache",
@@ -221,10 +259,8 @@ LLAMA_FACTORY = Dialect(
         "template": "hwopt takes the tokenizer's chat template; data.chat_template names another one",
         "dataset_dir": "data.train has the path of the data set that is registered there",
     },
-    "a key of LLaMA-Factory without a counterpart",
-    arguments=True,
-    finish=supervised,
+    "a key of LLaMA-Factory without a counterpart", arguments=True, finish=supervised,
 )
-
+# fmt: on
 
 DIALECTS = (DEEPSPEED, ACCELERATE, AXOLOTL, LLAMA_FACTORY)

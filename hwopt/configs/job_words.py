@@ -1,30 +1,30 @@
-"""Words of TrainingArguments whose values are not those of a key of a job, and words that are left out on purpose."""
+"""Words whose values are not those of a key of a job, words that are left out on purpose, and the defaults of other tools.
+
+Defaults are listed where hwopt has another one. TRL 1.16: sft_config.py and model_config.py in
+https://github.com/huggingface/trl/blob/main/trl/trainer; PEFT: https://huggingface.co/docs/peft/package_reference/lora;
+axolotl and LLaMA-Factory: the pages in `dialects`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hwopt.config.aliases import INSTEAD, job_key
 from hwopt.config.job_training import Training
-from hwopt.configs.view import Omitted, View, ignored, without
+from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
 
 JobValue = tuple[tuple[str, str], Any]
 """(table, key) of a job, and the value."""
-OUTPUT = "the command line has its own output"
-AMP = "torch's native AMP is the only one"
-METRICS = "the run folder has the metrics"
 ANSWERS = "hwopt trains the answers of conversations only"
 REASONS = {
     "do_train": "`hwopt run` trains",
     "do_eval": "a run evaluates if the job names data for it",
     "do_predict": "`hwopt predict` predicts",
-    "report_to": METRICS,
-    "logging_dir": METRICS,
+    **dict.fromkeys(("report_to", "logging_dir"), "the run folder has the metrics"),
     "save_safetensors": "hwopt writes safetensors always",
     "remove_unused_columns": "the job names its columns",
-    "fp16_backend": AMP,
-    "half_precision_backend": AMP,
+    **dict.fromkeys(("fp16_backend", "half_precision_backend"), "torch's native AMP is the only one"),
     "num_processes": "give --processes N; the rows of a step are counted over all ranks",
     "num_machines": "the launcher's command line says it",
     "distributed_type": "the plugins of the profile choose the engine",
@@ -34,9 +34,7 @@ REASONS = {
     "average_tokens_across_devices": "hwopt divides by the tokens of the whole step, over all ranks",
     "ddp_timeout": "training.hang_timeout ends a run that hangs",
     "ddp_find_unused_parameters": "hwopt's data parallelism needs no search",
-    "log_level": OUTPUT,
-    "log_level_replica": OUTPUT,
-    "disable_tqdm": OUTPUT,
+    **dict.fromkeys(("log_level", "log_level_replica", "disable_tqdm"), "the command line has its own output"),
     "logging_first_step": "the first step is always logged",
     "include_num_input_tokens_seen": "the log has the tokens of each interval",
     "full_determinism": "a run with the same seed has the same bits: docs/exactness.md",
@@ -49,30 +47,25 @@ REASONS = {
     "use_cache": "a cache is for generation; hwopt's training has none",
 }
 """Word -> why it is left out on purpose."""
+# fmt: off
 BY_VALUE: Mapping[str, Mapping[Any, JobValue | Omitted]] = {
     "eval_strategy": {
-        "epoch": ignored("hwopt evaluates at the end of each epoch by default"),
-        "steps": ignored("training.eval_steps says it"),
-        None: without("hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out"),
-    },
+        "epoch": ignored("hwopt evaluates at the end of each epoch by default"), "steps": ignored("training.eval_steps says it"),
+        None: without("hwopt evaluates at the end of each epoch if the job has data for it; leave data.eval out")},
     "save_strategy": {
-        "no": (("training", "save_minutes"), 0.0),
-        "steps": ignored("training.save_steps says it"),
+        "no": (("training", "save_minutes"), 0.0), "steps": ignored("training.save_steps says it"),
         "best": ignored("hwopt keeps the best weights by default"),
-        None: without("hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation"),
-    },
+        None: without("hwopt saves every training.save_minutes (15) minutes, and the best weights at each evaluation")},
     "logging_strategy": {
-        "steps": ignored("training.logging_steps says it"),
-        None: without("hwopt logs every training.logging_steps steps"),
-    },
+        "steps": ignored("training.logging_steps says it"), None: without("hwopt logs every training.logging_steps steps")},
     "assistant_only_loss": {True: ignored(ANSWERS), None: without(ANSWERS)},
     "train_on_inputs": {False: ignored(ANSWERS), None: without(ANSWERS)},
     "load_best_model_at_end": {
         True: ignored("final/ holds the best weights by default"),
-        None: without("final/ holds the best weights if the job has data for evaluation"),
-    },
+        None: without("final/ holds the best weights if the job has data for evaluation")},
 }
 """Word -> value -> what becomes of it; None: of any other value."""
+# fmt: on
 
 
 def steps(view: View, word: str, value: Any) -> JobValue | Omitted:
@@ -152,3 +145,59 @@ def job_setting(view: View, word: str, value: Any) -> JobValue | Omitted | None:
         return BY_FUNCTION[word](view, word, value)
     key = job_key(word) or (("training", word) if word in Training.model_fields else None)
     return None if key is None else (key, value)
+
+
+# fmt: off
+Defaults = Mapping[str, Any]
+"""Word -> value."""
+TRAINING_ARGUMENTS: Defaults = {"per_device_train_batch_size": 8, "seed": 42}
+SFT_CONFIG: Defaults = {
+    **TRAINING_ARGUMENTS, "learning_rate": 2e-5, "max_length": 1024, "bf16": True, "assistant_only_loss": False
+}
+AXOLOTL: Defaults = {
+    "per_device_train_batch_size": 1, "seed": 42, "num_train_epochs": 1, "max_length": 512,
+    "lr_scheduler_type": "cosine", "warmup_ratio": 0.03,
+}
+LLAMA_FACTORY: Defaults = {**TRAINING_ARGUMENTS, "max_length": 2048}
+LORA_CONFIG: Defaults = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": "default"}
+MODEL_CONFIG: Defaults = {"lora_dropout": 0.05, "lora_target_modules": "default"}
+"""TRL's ModelConfig, which its command line reads; its rank and alpha are hwopt's."""
+LAST_WEIGHTS: Defaults = {"load_best_model_at_end": False}
+"""Where a file has data for evaluation."""
+ONCE_QUANTIZED: Defaults = {"bnb_4bit_use_double_quant": False}
+SAME = {
+    "per_device_train_batch_size": ("effective_batch_size",), "num_train_epochs": ("max_steps",),
+    "warmup_ratio": ("warmup_steps",), "bf16": View.HALF,
+}
+"""Word -> others that say the same thing."""
+# fmt: on
+
+
+def defaults_of(view: View) -> Iterator[tuple[str, Defaults]]:
+    """(whose, defaults) of the tool that reads the file of `view`; nothing for a script's own words."""
+    adapter = view.is_on("use_peft")
+    if not view.tool.startswith("hwopt") and ("validation_file" in view or view.number("eval_fraction")):
+        yield "transformers", LAST_WEIGHTS
+    if view.tool == "axolotl":
+        yield "axolotl", AXOLOTL
+    elif view.tool == "llama-factory":
+        rank = view.value("lora_r", 8)
+        yield "LLaMA-Factory", {**LLAMA_FACTORY, **({"lora_r": rank, "lora_alpha": 2 * rank} if adapter else {})}
+    elif view.tool == "transformers":
+        if view.value("task") == "causal-lm":
+            yield "SFTConfig", SFT_CONFIG
+        elif view.source.calls or "output_dir" in view:
+            yield "TrainingArguments", TRAINING_ARGUMENTS
+        if view.is_on("load_in_4bit"):
+            yield ("BitsAndBytesConfig" if view.source.calls else "ModelConfig"), ONCE_QUANTIZED
+        if adapter:
+            yield ("LoraConfig", LORA_CONFIG) if view.source.calls else ("ModelConfig", MODEL_CONFIG)
+
+
+def add_defaults(view: View) -> None:
+    """Add to `view` the values that its tool takes for words that the file does not give."""
+    for whose, defaults in list(defaults_of(view)):
+        for word, value in defaults.items():
+            if view.lacks(word, *SAME.get(word, ())):
+                said = f"the default of {whose}"
+                view.settings[word] = ConfigSetting((view.spelling(word),), value, 0, said, said, word=word)

@@ -20,12 +20,13 @@ from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
 Language = Literal["YAML", "JSON", "TOML", "Python"]
-MAX_DEPTH = 16
 MAX_NODES = 50_000
 """Keys and values of a file, those of aliases counted each time that they are used. Aliases of
 aliases make billions of a few lines."""
 MERGE = "tag:yaml.org,2002:merge"
 TEXT = "tag:yaml.org,2002:str"
+COMMENT = re.compile(r"(?:^|\s)#(.*)")
+TOML_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'')
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 """Numbers of JSON and YAML 1.2, some of which PyYAML (YAML 1.1) reads as text, such as 2e-5."""
 
@@ -93,7 +94,8 @@ def from_toml(text: str, name: str) -> SourceFile:
         Entry(path, value, next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1))
         for path, value in toml_leaves(document.data, ())
     ]
-    return with_comments(SourceFile(name, "TOML", tuple(entries)), text, dict(toml_comments(text)))
+    without_strings = TOML_STRING.sub(lambda found: "x" * len(found[0]), text)
+    return with_comments(SourceFile(name, "TOML", tuple(entries)), text, comments_of(without_strings))
 
 
 def toml_leaves(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -104,12 +106,10 @@ def toml_leaves(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tu
             yield (*above, key), value
 
 
-def toml_comments(text: str) -> Iterator[tuple[int, str]]:
-    strings = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'')
-    for number, line in enumerate(text.splitlines(), 1):
-        without = strings.sub(lambda found: "x" * len(found[0]), line)
-        if (start := without.find("#")) >= 0:
-            yield number, line[start + 1 :].strip()
+def comments_of(text: str) -> dict[int, str]:
+    """Line -> comment, of a text whose values have no "#"."""
+    found = ((number, COMMENT.search(line)) for number, line in enumerate(text.splitlines(), 1))
+    return {number: comment[1].strip() for number, comment in found if comment}
 
 
 def from_json(text: str, name: str) -> SourceFile:
@@ -126,9 +126,13 @@ def from_json(text: str, name: str) -> SourceFile:
 
 
 def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
+    walk = Walk(name)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        comments = dict(yaml_comments(text)) if language == "YAML" else {}
+        comments = comments_of(without_values(text)) if language == "YAML" else {}
+        if not isinstance(node, yaml.MappingNode):
+            raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
+        walk.mapping(node, ())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None else name
@@ -136,31 +140,17 @@ def from_yaml(text: str, name: str, language: Language = "YAML") -> SourceFile:
         raise InputError(f"{where}: is not valid {language}: {problem}") from error
     except RecursionError as error:
         raise InputError(f"{name}: cannot be read as {language}: it is nested too deeply") from error
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{name}: expected keys and values, such as `learning_rate: 2.0e-5`; found none")
-    walk = Walk(name)
-    walk.mapping(node, ())
     return with_comments(SourceFile(name, language, tuple(walk.entries.values()), tuple(walk.replaced)), text, comments)
 
 
-def yaml_comments(text: str) -> Iterator[tuple[int, str]]:
-    """Line -> comment. A "#" inside a value is none."""
-    inside = [
-        (token.start_mark.index, token.end_mark.index)
-        for token in yaml.scan(text, Loader=yaml.SafeLoader)
-        if isinstance(token, yaml.ScalarToken)
-    ]
-    spans, position = iter([*inside, (len(text) + 1, len(text) + 1)]), 0
-    start, end = next(spans)
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        for found in re.finditer(r"(?:^|(?<=\s))#", line):
-            at = position + found.start()
-            while end <= at:
-                start, end = next(spans)
-            if at < start:
-                yield number, line[found.end() :].strip()
-                break
-        position += len(line)
+def without_values(text: str) -> str:
+    """The YAML `text` with an "x" for each character of its values."""
+    characters = list(text)
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.ScalarToken):
+            start, end = token.start_mark.index, token.end_mark.index
+            characters[start:end] = re.sub(r"\S", "x", text[start:end])
+    return "".join(characters)
 
 
 def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) -> SourceFile:
@@ -192,53 +182,49 @@ def with_comments(source: SourceFile, text: str, comments: Mapping[int, str]) ->
 
 
 class Walk:
-    """Collects the entries of a YAML document. Refuses one that is nested too deeply or too large with its aliases."""
+    """Collects the entries of a YAML document. Refuses one that is too large with its aliases."""
 
     def __init__(self, name: str) -> None:
         self.name, self.nodes = name, 0
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.replaced: list[Entry] = []
 
-    def count(self, node: yaml.Node, depth: int) -> None:
+    def count(self, node: yaml.Node) -> None:
         self.nodes += 1
-        where = f"{self.name}:{node.start_mark.line + 1}"
-        if depth > MAX_DEPTH and isinstance(node, yaml.CollectionNode):
-            raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
         if self.nodes > MAX_NODES:
-            raise InputError(f"{where}: more than {MAX_NODES:,} keys and values with its aliases")
+            line = node.start_mark.line + 1
+            raise InputError(f"{self.name}:{line}: more than {MAX_NODES:,} keys and values with its aliases")
 
-    def mapping(self, node: yaml.MappingNode, above: tuple[str, ...], depth: int = 0) -> None:
-        self.count(node, depth)
+    def mapping(self, node: yaml.MappingNode, above: tuple[str, ...]) -> None:
+        self.count(node)
         merged = [value for key, value in node.value if key.tag == MERGE]
         for each in merged:
             for part in each.value if isinstance(each, yaml.SequenceNode) else [each]:
                 if isinstance(part, yaml.MappingNode):
-                    self.mapping(part, above, depth + 1)
+                    self.mapping(part, above)
         inherited = set(self.entries) if merged else set()
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise InputError(f"{self.name}:{line}: a key is a {key.id}; expected a name")
-            if key.tag == MERGE:
-                continue
             path = (*above, whole(key.value))
-            if isinstance(value, yaml.MappingNode) and value.value:
-                self.mapping(value, path, depth + 1)
-                continue
-            before = self.entries.pop(path, None)
-            if before is not None and path not in inherited:
-                self.replaced.append(before)
-            found = self.plain(value, depth + 1)
-            self.entries[path] = Entry(path, found, line, interpolated=isinstance(found, str) and "${" in found)
+            if isinstance(value, yaml.MappingNode) and value.value and key.tag != MERGE:
+                self.mapping(value, path)
+            elif key.tag != MERGE:
+                before = self.entries.pop(path, None)
+                if before is not None and path not in inherited:
+                    self.replaced.append(before)
+                found = self.plain(value)
+                self.entries[path] = Entry(path, found, line, interpolated=isinstance(found, str) and "${" in found)
 
-    def plain(self, node: yaml.Node, depth: int) -> Any:
+    def plain(self, node: yaml.Node) -> Any:
         """The value of `node` in Python's types."""
-        self.count(node, depth)
+        self.count(node)
         if isinstance(node, yaml.SequenceNode):
-            return [self.plain(each, depth + 1) for each in node.value]
+            return [self.plain(each) for each in node.value]
         if isinstance(node, yaml.MappingNode):
             names = [whole(key.value if isinstance(key, yaml.ScalarNode) else key.id) for key, _ in node.value]
-            return {name: self.plain(value, depth + 1) for name, (_, value) in zip(names, node.value, strict=True)}
+            return {name: self.plain(value) for name, (_, value) in zip(names, node.value, strict=True)}
         return scalar(node)
 
 

@@ -14,8 +14,7 @@ from hwopt.config.job import Job, TaskOptions
 from hwopt.config.task_kinds import kinds_that_read
 from hwopt.config.toml import Document
 from hwopt.config.validation import validate
-from hwopt.configs.defaults import add_defaults
-from hwopt.configs.job_words import job_setting
+from hwopt.configs.job_words import add_defaults, job_setting
 from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
 from hwopt.configs.words import SCHEDULE_OPTIONS
 from hwopt.errors import HwoptError, InputError

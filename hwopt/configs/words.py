@@ -19,32 +19,26 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-INTEGERS = names(
-    """
+# fmt: off
+INTEGERS = names("""
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps effective_batch_size effective_tokens
     max_steps save_total_limit dataloader_num_workers dataloader_prefetch_factor seed data_seed eval_accumulation_steps lora_r
     lora_alpha max_length max_train_samples zero_stage num_processes num_machines early_stopping_patience
-    """
-)
-NUMBERS = names(
-    """
+""")
+NUMBERS = names("""
     num_train_epochs learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_ratio
     warmup_steps eval_steps save_steps logging_steps label_smoothing_factor neftune_noise_alpha lora_dropout
     eval_fraction early_stopping_threshold
-    """
-)
-FLAGS = names(
-    """
+""")
+FLAGS = names("""
     fp16 bf16 tf32 fp16_full_eval bf16_full_eval gradient_checkpointing gradient_checkpointing_kwargs.use_reentrant
     torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last group_by_length
     auto_find_batch_size load_best_model_at_end greater_is_better push_to_hub hub_private_repo use_cpu
     logging_nan_inf_filter use_liger_kernel load_in_4bit load_in_8bit bnb_4bit_use_double_quant use_peft use_dora use_rslora
     packing trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
     prediction_loss_only remove_unused_columns text_blocks assistant_only_loss train_on_inputs
-    """
-)
-OTHER_ARGUMENTS = names(
-    """
+""")
+OTHER_ARGUMENTS = names("""
     output_dir run_name optim lr_scheduler_type eval_strategy save_strategy logging_strategy fp16_opt_level
     torch_dtype mixed_precision attn_implementation model_name_or_path tokenizer_name model_revision train_file
     validation_file test_file text_column label_column metric_for_best_model hub_model_id torch_compile_mode
@@ -61,64 +55,53 @@ OTHER_ARGUMENTS = names(
     restore_callback_states_from_checkpoint accelerator_config parallelism_config dataloader_multiprocessing_context
     dataloader_in_order label_names length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb
     ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp_config debug skip_memory_metrics local_rank
-    """
-)
+""")
 """Words whose values are texts, tables, or read by no rule."""
-
-
-OPTIMIZERS = names(
-    """
+OPTIMIZERS = names("""
     adafactor adagrad adalomo adamw_8bit adamw_anyprecision adamw_bnb_8bit adamw_torch adamw_torch_4bit
     adamw_torch_8bit adamw_torch_fused adamw_torch_npu_fused adamw_torch_xla ademamix ademamix_8bit apollo_adamw
     apollo_adamw_layerwise galore_adafactor galore_adafactor_layerwise galore_adamw galore_adamw_8bit galore_adamw_8bit_layerwise
     galore_adamw_layerwise grokadamw lion_32bit lion_8bit lomo paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit
     paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit
     schedule_free_adamw schedule_free_radam schedule_free_sgd sgd stable_adamw
-    """
-)
+""")
 """Values of `optim` in transformers 5."""
+REMOVED = """
+    fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
+    past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters
+"""
+RENAMED_ARGUMENTS = {
+    "5": {
+        "per_gpu_train_batch_size": "per_device_train_batch_size", "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+        "no_cuda": "use_cpu", "torchdynamo": "torch_compile_backend", "push_to_hub_token": "hub_token",
+        "push_to_hub_model_id": "hub_model_id", "push_to_hub_organization": "hub_model_id",
+        "include_inputs_for_metrics": "include_for_metrics", "include_tokens_per_second": "include_num_input_tokens_seen",
+        "warmup_ratio": "warmup_steps with a value below 1", "adafactor": 'optim with the value "adafactor"',
+        "group_by_length": 'train_sampling_strategy with the value "group_by_length"',
+        "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+        "fsdp_min_num_params": "min_num_params in fsdp_config",
+        "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap in fsdp_config",
+        **dict.fromkeys(REMOVED.split(), ""),
+    },
+    "4.46": {
+        "evaluation_strategy": "eval_strategy", "dispatch_batches": "dispatch_batches in accelerator_config",
+        "split_batches": "split_batches in accelerator_config",
+    },
+    "4.34": {"sharded_ddp": "fsdp", "xpu_backend": "ddp_backend"},
+}
+"""The version of transformers without the names -> name -> what to write; "" if nothing replaces it."""
+# fmt: on
 
 
 class Former(NamedTuple):
     """A name that TrainingArguments no longer has, or will not have."""
 
     instead: str
-    """What to write; "" if nothing replaces it."""
     gone: str
-    """The version of transformers without it."""
 
 
-REMOVED = """
-    fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
-    past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters
-"""
-FORMER_NAMES = {name: Former("", "5") for name in REMOVED.split()} | {
-    "evaluation_strategy": Former("eval_strategy", "4.46"),
-    "per_gpu_train_batch_size": Former("per_device_train_batch_size", "5"),
-    "per_gpu_eval_batch_size": Former("per_device_eval_batch_size", "5"),
-    "no_cuda": Former("use_cpu", "5"),
-    "warmup_ratio": Former("warmup_steps with a value below 1", "5"),
-    "group_by_length": Former('train_sampling_strategy with the value "group_by_length"', "5"),
-    "logging_dir": Former("the environment variable TENSORBOARD_LOGGING_DIR", "5"),
-    "adafactor": Former('optim with the value "adafactor"', "5"),
-    "torchdynamo": Former("torch_compile_backend", "5"),
-    "include_inputs_for_metrics": Former("include_for_metrics", "5"),
-    "include_tokens_per_second": Former("include_num_input_tokens_seen", "5"),
-    "fsdp_min_num_params": Former("min_num_params in fsdp_config", "5"),
-    "fsdp_transformer_layer_cls_to_wrap": Former("transformer_layer_cls_to_wrap in fsdp_config", "5"),
-    "push_to_hub_model_id": Former("hub_model_id", "5"),
-    "push_to_hub_organization": Former("hub_model_id", "5"),
-    "push_to_hub_token": Former("hub_token", "5"),
-    "dispatch_batches": Former("dispatch_batches in accelerator_config", "4.46"),
-    "split_batches": Former("split_batches in accelerator_config", "4.46"),
-    "sharded_ddp": Former("fsdp", "4.34"),
-    "xpu_backend": Former("ddp_backend", "4.34"),
-}
-
-DEPRECATED_NAMES = {
-    "gradient_checkpointing": Former("activation_checkpointing", "6"),
-    "gradient_checkpointing_kwargs": Former("activation_checkpointing_kwargs", "6"),
-}
+FORMER_NAMES = {name: Former(new, gone) for gone, names in RENAMED_ARGUMENTS.items() for name, new in names.items()}
+DEPRECATED_NAMES = {f"gradient_checkpointing{end}": Former(f"activation_checkpointing{end}", "6") for end in ("", "_kwargs")}
 """Names that transformers 5 has under another name too."""
 
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS

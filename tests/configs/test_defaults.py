@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from hwopt.configs.defaults import LORA_CONFIG, MODEL_CONFIG, SFT_CONFIG, TRAINING_ARGUMENTS, Defaults
+from hwopt.configs.job_words import LORA_CONFIG, MODEL_CONFIG, SFT_CONFIG, TRAINING_ARGUMENTS, Defaults
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_yaml

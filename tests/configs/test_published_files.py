@@ -15,8 +15,7 @@ from published_configs import PUBLISHED
 
 from hwopt import api
 from hwopt.config.toml_text import inline
-from hwopt.configs.check.checker import check_file
-from hwopt.configs.check.facts import Given
+from hwopt.configs.check.checker import Given, check_file
 from hwopt.configs.imported_files import Imported, import_file, write_imported
 from hwopt.configs.recognise import read_source
 from hwopt.planning.inputs import Inputs

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hwopt.configs.check.checker import check_file
-from hwopt.configs.check.facts import Given
+from hwopt.configs.check.checker import Given, check_file
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.view import View

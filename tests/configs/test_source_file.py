@@ -119,7 +119,7 @@ def test_any_text_has_the_keys_that_yaml_reads_or_is_refused(text: str) -> None:
 BOMB = "".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '1'] * 9)}]\n" for n in range(9))
 ODD = {
     BOMB: "f:1: more than 50,000 keys and values",
-    "a: &x {b: *x}\n": "nested deeper",
+    "a: &x {b: *x}\n": "nested too deeply",
     "\x00": "is not valid YAML",
     "a: {\n": "f:2: is not valid YAML",
 }

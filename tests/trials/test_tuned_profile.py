@@ -9,8 +9,7 @@ import pytest
 
 from hwopt import api
 from hwopt.config.profile import Profile
-from hwopt.configs.check.checker import check_file
-from hwopt.configs.check.facts import Given
+from hwopt.configs.check.checker import Given, check_file
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.planning.auto_profile import choose

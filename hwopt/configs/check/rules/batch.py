@@ -37,12 +37,9 @@ def eval_batch(view: View, facts: Facts) -> Iterator[Finding]:
     """The evaluation batch is more than 4 times the training batch."""
     train, evaluation = view.number(TRAIN), view.number(EVAL)
     if train and evaluation and evaluation > MOST_EVAL_RATIO * train:
-        yield Finding(
-            EVAL,
-            f"{view.spelled(EVAL)} is {evaluation:g}, {evaluation / train:g} times the training batch of {train:g}.",
-            "Evaluation can run out of memory although training fits. 2 times the training batch is usual.",
-            view.line(EVAL, int(2 * train)),
-        )
+        what = f"{view.spelled(EVAL)} is {evaluation:g}, {evaluation / train:g} times the training batch of {train:g}."
+        why = "Evaluation can run out of memory although training fits. 2 times the training batch is usual."
+        yield Finding(EVAL, what, why, view.line(EVAL, int(2 * train)))
 
 
 @rule("step-rows-small", "warning", words=(TRAIN,), source="notes.md#rtx-3070-16-or-32-rows: effective batch 16 for 20k samples")
@@ -62,12 +59,9 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
         fix = {ACCUMULATION: ceil(smallest / effective * steps)}
         if "effective_batch_size" in view and not view.is_hwopt:
             fix["effective_batch_size"] = fix[ACCUMULATION] * view.train_rows * view.ranks
-        yield Finding(
-            ACCUMULATION,
-            f"An optimizer step has {counted(effective)}; {smallest} or more are usual for {data}.",
-            "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory.",
-            view.lines(fix),
-        )
+        what = f"An optimizer step has {counted(effective)}; {smallest} or more are usual for {data}."
+        why = "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory."
+        yield Finding(ACCUMULATION, what, why, view.lines(fix))
 
 
 @rule("step-rows-changed", "warning", words=(TRAIN,), source="notes.md#rtx-3070-64-rows: 48 x 3 = 144 instead of 64 x 2 = 128")
@@ -81,12 +75,9 @@ def step_rows_changed(view: View, facts: Facts) -> Iterator[Finding]:
     if earlier != now:
         rows = next((rows for rows in range(train, 0, -1) if earlier % rows == 0), 1)
         fix = {TRAIN: rows, ACCUMULATION: earlier // rows} if rows != train else {ACCUMULATION: earlier // rows}
-        yield Finding(
-            TRAIN,
-            f"{train} x {steps} = {now} rows in a step; before {before} x {steps_before} = {earlier}.",
-            "Another number of rows in a step is another training: learning rate and warm-up no longer fit.",
-            view.lines(fix),
-        )
+        what = f"{train} x {steps} = {now} rows in a step; before {before} x {steps_before} = {earlier}."
+        why = "Another number of rows in a step is another training: learning rate and warm-up no longer fit."
+        yield Finding(TRAIN, what, why, view.lines(fix))
 
 
 def former(view: View, word: str) -> int | None:
@@ -99,20 +90,15 @@ def former(view: View, word: str) -> int | None:
     return int(match[1]) if match else None
 
 
-@rule(
-    "step-rows-contradict", "error", words=("effective_batch_size",), source="DeepSpeed: train_batch_size = micro x steps x ranks"
-)
+@rule("step-rows-contradict", "error", words=("effective_batch_size",), source="DeepSpeed: micro x steps x ranks")
 def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
     """The rows of a step are not a multiple of micro-batch and accumulation."""
     word = "effective_batch_size"
     effective, train, steps = view.number(word), view.number(TRAIN), view.number(ACCUMULATION)
     if effective and train and steps and effective % (train * steps):
-        yield Finding(
-            word,
-            f"{view.spelled(word)} is {effective:g}, not a multiple of {train:g} x {steps:g} = {train * steps:g}.",
-            "DeepSpeed refuses to start: the product of both with the number of ranks must be the rows of a step.",
-            view.line(word, int(train * steps * view.ranks)),
-        )
+        what = f"{view.spelled(word)} is {effective:g}, not a multiple of {train:g} x {steps:g} = {train * steps:g}."
+        why = "DeepSpeed refuses to start: the product of both with the number of ranks must be the rows of a step."
+        yield Finding(word, what, why, view.line(word, int(train * steps * view.ranks)))
 
 
 def counted(rows: int) -> str:
@@ -145,9 +131,7 @@ def has_usual_rate(view: View) -> bool:
     return not (from_scratch or projected or small or by_script or unread)
 
 
-@rule(
-    "learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022 (arXiv:2205.10287)"
-)
+@rule("learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022")
 def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows = view.number("learning_rate"), view.effective_rows
@@ -161,9 +145,6 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     if not usual / FAR <= rate <= usual * FAR:
         method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
-        yield Finding(
-            "learning_rate",
-            f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}.",
-            f"{effect} With Adam the rate grows with the square root of the rows.",
-            view.line("learning_rate", float(f"{usual:.1g}")),
-        )
+        what = f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}."
+        why = f"{effect} With Adam the rate grows with the square root of the rows."
+        yield Finding("learning_rate", what, why, view.line("learning_rate", float(f"{usual:.1g}")))

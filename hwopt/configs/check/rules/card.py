@@ -18,6 +18,7 @@ FEATURES: Mapping[Feature, tuple[Mapping[str, Any], str]] = {
     "flash_attention": ({"attn_implementation": lambda name: name in FLASH}, "The first step stops."),
 }
 """Feature of a card -> the settings that ask for it, and what happens without it."""
+ASKING = tuple({word for settings, _ in FEATURES.values() for word in settings})
 BF16_MODELS = re.compile(r"gemma(?!-?4)|t5[\w.-]*-(large|xl|xxl|3b|11b)", re.IGNORECASE)
 """Models trained in bf16 whose activations exceed the range of fp16."""
 ENOUGH = 0.7
@@ -33,13 +34,7 @@ VOCABULARIES = {r"llama-?3": 128_256, r"qwen-?(1\.5|2|3)": 151_936, r"gemma": 25
 """Model name -> size of its vocabulary, by the config.json of the models."""
 
 
-@rule(
-    "card-feature",
-    "error",
-    words=("bf16", "pure_bf16", "fp16", "tf32", "mixed_precision", "attn_implementation"),
-    needs=("card",),
-    source="notes.md#t4; CUDA C++ Programming Guide, compute capabilities; flash-attn: Ampere or newer",
-)
+@rule("card-feature", "error", words=ASKING, needs=("card",), source="notes.md#t4; CUDA C++ Programming Guide; flash-attn")
 def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
     """A data type or an attention kernel that the card lacks: bf16, TF32 and flash attention on T4 and V100."""
     assert facts.hardware is not None  # the rule needs a card
@@ -52,13 +47,9 @@ def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
             fix = view.half_precision("fp16", word)
         elif feature == "flash_attention":
             fix = view.line(word, "sdpa")
-        yield Finding(
-            word,
-            f"{feature.replace('_', ' ')} {support.reason}.",
-            "hwopt falls back or skips it, and shows the reason." if view.is_hwopt else effect,
-            fix,
-            "warning" if view.is_hwopt or feature == "fp16" else None,
-        )
+        what = f"{feature.replace('_', ' ')} {support.reason}."
+        why = "hwopt falls back or skips it, and shows the reason." if view.is_hwopt else effect
+        yield Finding(word, what, why, fix, "warning" if view.is_hwopt or feature == "fp16" else None)
 
 
 @rule("tf32-beside-half", "information", words=("tf32",), source="TF32 concerns products of fp32 tensors only")
@@ -70,32 +61,18 @@ def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("tf32", f"tf32 and {half} are both on.", why)
 
 
-@rule(
-    "fp16-model",
-    "warning",
-    words=("fp16", "mixed_precision"),
-    source="transformers#36822 and gemma_pytorch#24 (Gemma), transformers#9295 (T5)",
-)
+@rule("fp16-model", "warning", words=("fp16", "mixed_precision"), source="transformers#36822 (Gemma) and #9295 (T5)")
 def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
     """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
     name = str(view.value("model_name_or_path"))
     word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
     if word and BF16_MODELS.search(name):
-        yield Finding(
-            word,
-            f"{name.rsplit('/', 1)[-1]} with fp16.",
-            "The model was trained in bf16. Its activations can exceed 65,504, the largest number of fp16: the loss becomes NaN.",
-            f"{view.half_precision('bf16', word)}; without bf16 on the card train in fp32",
-        )
+        what = f"{name.rsplit('/', 1)[-1]} with fp16."
+        why = "The model was trained in bf16. Its activations can exceed 65,504, the largest fp16 number: the loss becomes NaN."
+        yield Finding(word, what, why, f"{view.half_precision('bf16', word)}; without bf16 on the card train in fp32")
 
 
-@rule(
-    "flash-fp32",
-    "error",
-    words=("attn_implementation",),
-    source="transformers: Flash Attention supports fp16 and bf16 alone",
-    tools=TRAINERS,
-)
+@rule("flash-fp32", "error", words=("attn_implementation",), source="transformers, Flash Attention", tools=TRAINERS)
 def flash_fp32(view: View, facts: Facts) -> Iterator[Finding]:
     """Flash attention on weights in fp32 without mixed precision."""
     if view.value("attn_implementation") not in FLASH:
@@ -105,13 +82,9 @@ def flash_fp32(view: View, facts: Facts) -> Iterator[Finding]:
     name, dtype = view.value("attn_implementation"), str(view.value("torch_dtype")).removeprefix("torch.")
     weights = dtype in ("float32", "fp32", "float")
     if weights or (view.tool == "transformers" and view.lacks("torch_dtype")):
-        yield Finding(
-            "attn_implementation",
-            f"{name} on weights in {'fp32' if weights else 'no given type'}, without half precision.",
-            "Flash attention takes tensors in half precision only: with weights in fp32 the first step stops.",
-            view.line("bf16", True),
-            None if weights else "warning",
-        )
+        what = f"{name} on weights in {'fp32' if weights else 'no given type'}, without half precision."
+        why = "Flash attention takes tensors in half precision only: with weights in fp32 the first step stops."
+        yield Finding("attn_implementation", what, why, view.line("bf16", True), None if weights else "warning")
 
 
 def estimate_gib(view: View, parameters: float, max_length: int) -> float:
@@ -131,13 +104,7 @@ def estimate_gib(view: View, parameters: float, max_length: int) -> float:
     return step
 
 
-@rule(
-    "saving-needless",
-    "warning",
-    words=("gradient_checkpointing", "optim"),
-    needs=("card", "size"),
-    source="notes.md#t4: checkpointing on a T4 for BERT-base; notes.md#rtx-3070-16-or-32-rows: 8-bit states for 16 rows",
-)
+@rule("saving-needless", "warning", words=("gradient_checkpointing", "optim"), needs=("card", "size"), source="notes.md#t4")
 def saving_needless(view: View, facts: Facts) -> Iterator[Finding]:
     """Activation checkpointing, or optimizer states in 8 bit or paged, although the step fits without them."""
     assert facts.hardware is not None
@@ -149,19 +116,14 @@ def saving_needless(view: View, facts: Facts) -> Iterator[Finding]:
     sizes = f"Without it a step takes about {needed:.1f} of {there:g} GiB ({facts.parameters / 1e6:,.0f} M parameters)."
     if view.is_on("gradient_checkpointing"):
         table = ".".join(view.spelled("gradient_checkpointing").split(".")[:2])
-        yield Finding(
-            "gradient_checkpointing",
-            f"Checkpointing saves memory that the card has to spare. {sizes}",
-            "It computes the forward pass twice: a step takes 20 to 33 % longer. `hwopt plan` has exact figures.",
-            f"remove [{table}]" if view.is_hwopt else view.line("gradient_checkpointing", False),
-        )
+        what = f"Checkpointing saves memory that the card has to spare. {sizes}"
+        why = "It computes the forward pass twice: a step takes 20 to 33 % longer. `hwopt plan` has exact figures."
+        fix = f"remove [{table}]" if view.is_hwopt else view.line("gradient_checkpointing", False)
+        yield Finding("gradient_checkpointing", what, why, fix)
     if is_small(name := str(view.value("optim"))):
-        yield Finding(
-            "optim",
-            f"{name} saves memory that the card has to spare. {sizes}",
-            "Quantized states round each update, and the optimizer waits for the host once a step.",
-            view.line("optim", "adamw_torch_fused"),
-        )
+        what = f"{name} saves memory that the card has to spare. {sizes}"
+        why = "Quantized states round each update, and the optimizer waits for the host once a step."
+        yield Finding("optim", what, why, view.line("optim", "adamw_torch_fused"))
 
 
 def is_small(optimizer: str) -> bool:
@@ -169,13 +131,7 @@ def is_small(optimizer: str) -> bool:
     return any(part in optimizer for part in ("8bit", "4bit", "paged"))
 
 
-@rule(
-    "eval-logits",
-    "warning",
-    words=("model_name_or_path",),
-    source="transformers, eval_accumulation_steps; transformers#15466",
-    tools=("transformers",),
-)
+@rule("eval-logits", "warning", words=("model_name_or_path",), source="transformers#15466", tools=("transformers",))
 def eval_logits(view: View, facts: Facts) -> Iterator[Finding]:
     """Metrics of a language model whose logits are all kept on the GPU."""
     name = str(view.value("model_name_or_path"))
@@ -185,30 +141,20 @@ def eval_logits(view: View, facts: Facts) -> Iterator[Finding]:
     evaluated = view.value("eval_strategy", "no") != "no" and view.value("task", "causal-lm") == "causal-lm"
     if size and metrics and evaluated and view.lacks("eval_accumulation_steps", "batch_eval_metrics"):
         mib = size * 4 * (int(view.number("max_length") or 0) or facts.max_length or 512) / 2**20
-        yield Finding(
-            "model_name_or_path",
-            f"Metrics are computed, the vocabulary has {size:,} words, and {view.spelled('eval_accumulation_steps')} is not set.",
-            f"The GPU keeps the logits of all evaluation rows, about {mib:,.0f} MiB each, until the end of the evaluation.",
-            f"{view.line('eval_accumulation_steps', 1)}, and preprocess_logits_for_metrics that keeps the arg max",
-        )
+        key = view.spelled("eval_accumulation_steps")
+        what = f"Metrics are computed, the vocabulary has {size:,} words, and {key} is not set."
+        why = f"The GPU keeps the logits of all evaluation rows, about {mib:,.0f} MiB each, until the end of the evaluation."
+        fix = f"{view.line('eval_accumulation_steps', 1)}, and preprocess_logits_for_metrics that keeps the arg max"
+        yield Finding("model_name_or_path", what, why, fix)
 
 
-@rule(
-    "workers-cores",
-    "warning",
-    words=("dataloader_num_workers",),
-    needs=("cores",),
-    source="notes.md#rtx-3070-48-rows: more workers load the CPU",
-)
+@rule("workers-cores", "warning", words=("dataloader_num_workers",), needs=("cores",), source="notes.md#rtx-3070-48-rows")
 def workers_cores(view: View, facts: Facts) -> Iterator[Finding]:
     """More data-loading workers than CPU cores."""
     workers, ranks = view.number("dataloader_num_workers"), view.ranks
     assert facts.cores is not None
     if workers is not None and workers * ranks > facts.cores:
         all_ranks = f" on {ranks} ranks" if ranks > 1 else ""
-        yield Finding(
-            "dataloader_num_workers",
-            f"{workers:g} workers{all_ranks} for {facts.cores} CPU cores.",
-            "Workers that share a core with the training process delay its launches.",
-            view.line("dataloader_num_workers", max(1, facts.cores // ranks - 1)),
-        )
+        what = f"{workers:g} workers{all_ranks} for {facts.cores} CPU cores."
+        why = "Workers that share a core with the training process delay its launches."
+        yield Finding("dataloader_num_workers", what, why, view.line("dataloader_num_workers", max(1, facts.cores // ranks - 1)))

@@ -1,14 +1,16 @@
-"""Settings that are wrong together, or that do something else than they seem to: one entry for each mistake."""
+"""Settings that are wrong together, or that do something else than they seem to, and values out of range: an entry for each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from operator import not_
-from typing import Any
+from typing import Any, NamedTuple
 
-from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, combination
-from hwopt.configs.view import is_number
+from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, combination, rule
+from hwopt.configs.view import View, is_number
 
 FLASH = ("flash_attention_2", "flash_attention_3")
+TRAINING_FILES = (*TRAINERS, "hwopt-job", "hwopt-profile")
 REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
 
 
@@ -16,207 +18,187 @@ def positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
+def several(value: Any) -> bool:
+    return is_number(value) and value > 1
+
+
+def fraction(value: Any) -> bool:
+    return is_number(value) and 0 <= value < 1
+
+
 def is_half(value: Any) -> bool:
     return str(value).removeprefix("torch.") in ("float16", "fp16", "half")
 
 
+# the conditions of a rule on one line, then the mistake, its effect and the source
+# fmt: off
 COMBINATIONS = (
     combination(
-        "batch-power-of-two",
-        "information",
+        "batch-power-of-two", "information",
         {"per_device_train_batch_size": lambda rows: positive(rows) and int(rows) & (int(rows) - 1) != 0},
-        "{per_device_train_batch_size} is not a power of 2.",
-        "No change is needed: tensor cores want hidden sizes and token counts in multiples of 8, not batches in powers of 2.",
-        source="notes.md#rtx-3070-64-rows: power of 2 is better",
-    ),
+        what="{per_device_train_batch_size} is not a power of 2.",
+        why="No change is needed: tensor cores want hidden sizes and token counts in multiples of 8, not batches in powers of 2.",
+        source="notes.md#rtx-3070-64-rows: power of 2 is better"),
     combination(
-        "batch-search",
-        "warning",
-        {"auto_find_batch_size": True},
-        "{auto_find_batch_size} lowers the batch after an out-of-memory error, and not the accumulation.",
-        "The rows of a step then depend on the card's free memory: two runs of one file differ.",
-        source="transformers, auto_find_batch_size",
-        fix={"auto_find_batch_size": False},
-        tools=TRANSFORMERS,
-    ),
+        "batch-search", "warning", {"auto_find_batch_size": True}, tools=TRANSFORMERS, fix={"auto_find_batch_size": False},
+        what="{auto_find_batch_size} lowers the batch after an out-of-memory error, and not the accumulation.",
+        why="The rows of a step then depend on the card's free memory: two runs of one file differ.",
+        source="transformers, auto_find_batch_size"),
     combination(
-        "fp16-and-bf16",
-        "error",
-        {"bf16": True, "fp16": True},
-        "fp16 and bf16 are both true.",
-        "The trainer stops: a run has one of the two.",
-        source="transformers, TrainingArguments: at most one of both",
-        fix={"fp16": False},
-    ),
+        "fp16-and-bf16", "error", {"bf16": True, "fp16": True}, fix={"fp16": False},
+        what="fp16 and bf16 are both true.",
+        why="The trainer stops: a run has one of the two.",
+        source="transformers, TrainingArguments: at most one of both"),
     combination(
-        "bits-twice",
-        "error",
-        {"load_in_8bit": True, "load_in_4bit": True},
-        "{load_in_8bit} and {load_in_4bit} are both true.",
-        "transformers stops: weights are quantized to one of the two.",
-        source="transformers, BitsAndBytesConfig; axolotl, schemas/peft.py",
-        fix={"load_in_8bit": False},
-        tools=TRAINERS,
-    ),
+        "bits-twice", "error", {"load_in_8bit": True, "load_in_4bit": True}, tools=TRAINERS, fix={"load_in_8bit": False},
+        what="{load_in_8bit} and {load_in_4bit} are both true.",
+        why="transformers stops: weights are quantized to one of the two.",
+        source="transformers, BitsAndBytesConfig; axolotl, schemas/peft.py"),
     combination(
-        "apex-level",
-        "warning",
-        {"fp16_opt_level": bool},
-        "{fp16_opt_level} belongs to NVIDIA Apex and has no effect with torch's native AMP.",
-        "The weights stay in fp32 under autocast (O1). Version 5 of transformers has no such name.",
-        source="transformers, fp16_opt_level; notes.md#rtx-3070-64-rows",
+        "apex-level", "warning", {"fp16_opt_level": bool}, tools=TRANSFORMERS,
         fix='remove {fp16_opt_level}; a hwopt profile has level = "O2" for half-precision weights',
-        tools=TRANSFORMERS,
-    ),
+        what="{fp16_opt_level} belongs to NVIDIA Apex and has no effect with torch's native AMP.",
+        why="The weights stay in fp32 under autocast (O1). Version 5 of transformers has no such name.",
+        source="transformers, fp16_opt_level; notes.md#rtx-3070-64-rows"),
     combination(
-        "fp16-weights",
-        "error",
-        {"torch_dtype": is_half, "fp16": True, "use_peft": not_},
-        "{torch_dtype} is fp16 beside {fp16} = true.",
-        'The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
-        source="torch, GradScaler: Attempting to unscale FP16 gradients",
+        "fp16-weights", "error", {"torch_dtype": is_half, "fp16": True, "use_peft": not_}, tools=TRAINERS,
         fix={"torch_dtype": "float32"},
-        tools=TRAINERS,
-    ),
+        what="{torch_dtype} is fp16 beside {fp16} = true.",
+        why='The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
+        source="torch, GradScaler: Attempting to unscale FP16 gradients"),
     combination(
-        "cache-checkpointing",
-        "warning",
-        {"use_cache": True, "gradient_checkpointing": True},
-        "{use_cache} is true with activation checkpointing.",
-        "Most models turn the cache off with a message; others keep it, which costs memory. Training needs none.",
-        source="transformers: use_cache is incompatible with gradient checkpointing",
+        "cache-checkpointing", "warning", {"use_cache": True, "gradient_checkpointing": True}, tools=TRAINERS,
         fix={"use_cache": False},
-        tools=TRAINERS,
-    ),
+        what="{use_cache} is true with activation checkpointing.",
+        why="Most models turn the cache off with a message; others keep it, which costs memory. Training needs none.",
+        source="transformers: use_cache is incompatible with gradient checkpointing"),
     combination(
-        "unused-checkpointing",
-        "warning",
+        "unused-checkpointing", "warning",
         {"ddp_find_unused_parameters": True, "gradient_checkpointing": True, REENTRANT: lambda value: value is not False},
-        "{ddp_find_unused_parameters} is true with reentrant checkpointing (the default of transformers 4).",
-        'On several ranks the first backward pass stops: "Expected to mark a variable ready only once".',
-        source="transformers#4659; torch, DistributedDataParallel and reentrant checkpointing",
-        fix={"ddp_find_unused_parameters": False},
-        tools=TRAINERS,
-    ),
+        tools=TRAINERS, fix={"ddp_find_unused_parameters": False},
+        what="{ddp_find_unused_parameters} is true with reentrant checkpointing (the default of transformers 4).",
+        why='On several ranks the first backward pass stops: "Expected to mark a variable ready only once".',
+        source="transformers#4659; torch, DistributedDataParallel and reentrant checkpointing"),
     combination(
-        "dora-dropout",
-        "information",
-        {"lora_dropout": positive, "use_dora": True},
-        "{lora_dropout} is not 0 with DoRA.",
-        "PEFT has a faster path without dropout (+29 % samples per second); DoRA takes 1.2 to 2 times as long as LoRA.",
-        source="PEFT, DoRA: a faster path without dropout",
-        fix={"lora_dropout": 0},
-    ),
+        "dora-dropout", "information", {"lora_dropout": positive, "use_dora": True}, fix={"lora_dropout": 0},
+        what="{lora_dropout} is not 0 with DoRA.",
+        why="PEFT has a faster path without dropout (+29 % samples per second); DoRA takes 1.2 to 2 times as long as LoRA.",
+        source="PEFT, DoRA: a faster path without dropout"),
     combination(
-        "compile-widths",
-        "warning",
-        {"torch_compile": True, "packing": not_},
-        "torch.compile compiles again for each new width of a batch.",
-        "At the recompile limit of 8 torch runs in eager mode, silently. The mode reduce-overhead records graphs again.",
-        source="pytorch#188150; recompile limit of 8",
+        "compile-widths", "warning", {"torch_compile": True, "packing": not_}, tools=TRAINERS,
         fix="pad to a few fixed widths, as a hwopt profile does",
-        tools=TRAINERS,
-    ),
+        what="torch.compile compiles again for each new width of a batch.",
+        why="At the recompile limit of 8 torch runs in eager mode, silently. The mode reduce-overhead records graphs again.",
+        source="pytorch#188150; recompile limit of 8"),
     combination(
-        "compile-graphs",
-        "error",
-        {
-            "torch_compile": True,
-            "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
-            "gradient_accumulation_steps": lambda steps: isinstance(steps, int) and steps > 1,
-        },
-        "{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
-        "The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
-        source="pytorch#169545, pytorch#96693",
-        fix={"torch_compile_mode": "default"},
-        tools=TRAINERS,
-    ),
+        "compile-graphs", "error",
+        {"torch_compile": True, "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
+         "gradient_accumulation_steps": several},
+        tools=TRAINERS, fix={"torch_compile_mode": "default"},
+        what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
+        why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
+        source="pytorch#169545, pytorch#96693"),
     combination(
-        "length-groups",
-        "information",
-        {"group_by_length": True},
-        "Samples of similar length share a batch.",
-        "The order of the samples changes, and the loss moves in waves. hwopt's length batching keeps the order.",
-        source="transformers#20810",
-        tools=TRAINERS,
-    ),
+        "length-groups", "information", {"group_by_length": True}, tools=TRAINERS,
+        what="Samples of similar length share a batch.",
+        why="The order of the samples changes, and the loss moves in waves. hwopt's length batching keeps the order.",
+        source="transformers#20810"),
     combination(
-        "pin-without-workers",
-        "information",
-        {"dataloader_pin_memory": True, "dataloader_num_workers": lambda number: number == 0},
-        "{dataloader_pin_memory} is true with 0 workers.",
-        "The training process then copies each batch into pinned memory itself, between two steps.",
-        source="torch, memory pinning",
-        fix={"dataloader_num_workers": 2},
-    ),
+        "pin-without-workers", "information",
+        {"dataloader_pin_memory": True, "dataloader_num_workers": lambda number: number == 0}, fix={"dataloader_num_workers": 2},
+        what="{dataloader_pin_memory} is true with 0 workers.",
+        why="The training process then copies each batch into pinned memory itself, between two steps.",
+        source="torch, memory pinning"),
     combination(
-        "prefetch-without-workers",
-        "error",
-        {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
-        "{dataloader_prefetch_factor} is given without workers.",
-        "The trainer stops: only workers prefetch, and the default is 0 workers.",
-        source="torch, DataLoader: prefetch_factor needs workers",
-        fix={"dataloader_num_workers": 2},
-        tools=TRAINERS,
-    ),
+        "prefetch-without-workers", "error", {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
+        tools=TRAINERS, fix={"dataloader_num_workers": 2},
+        what="{dataloader_prefetch_factor} is given without workers.",
+        why="The trainer stops: only workers prefetch, and the default is 0 workers.",
+        source="torch, DataLoader: prefetch_factor needs workers"),
     combination(
-        "persistent-without-workers",
-        "error",
-        {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
-        "{dataloader_persistent_workers} is true without workers.",
-        "The data loader stops: it has no worker to keep.",
-        source="torch, DataLoader: persistent_workers needs workers",
-        fix={"dataloader_num_workers": 2},
-        tools=TRAINERS,
-    ),
+        "persistent-without-workers", "error", {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
+        tools=TRAINERS, fix={"dataloader_num_workers": 2},
+        what="{dataloader_persistent_workers} is true without workers.",
+        why="The data loader stops: it has no worker to keep.",
+        source="torch, DataLoader: persistent_workers needs workers"),
     combination(
-        "workers-restarted",
-        "information",
+        "workers-restarted", "information",
         {"dataloader_persistent_workers": False, "dataloader_num_workers": lambda number: number != 0},
-        "{dataloader_persistent_workers} is false.",
-        "Each epoch starts new worker processes, which costs seconds. Turning it off makes no step faster.",
-        source="notes.md#rtx-3070-64-rows: disable persistent workers",
         fix={"dataloader_persistent_workers": True},
-    ),
+        what="{dataloader_persistent_workers} is false.",
+        why="Each epoch starts new worker processes, which costs seconds. Turning it off makes no step faster.",
+        source="notes.md#rtx-3070-64-rows: disable persistent workers"),
     combination(
-        "warmup-twice",
-        "warning",
-        {"warmup_ratio": positive, "warmup_steps": positive},
-        "{warmup_ratio} is given beside {warmup_steps}.",
-        "The steps count, and the ratio has no effect.",
-        source="transformers: warmup_steps overrides warmup_ratio",
-        fix="remove {warmup_ratio}",
-    ),
+        "warmup-twice", "warning", {"warmup_ratio": positive, "warmup_steps": positive}, fix="remove {warmup_ratio}",
+        what="{warmup_ratio} is given beside {warmup_steps}.",
+        why="The steps count, and the ratio has no effect.",
+        source="transformers: warmup_steps overrides warmup_ratio"),
     combination(
-        "steps-and-epochs",
-        "information",
-        {"num_train_epochs": is_number, "max_steps": positive},
-        "{num_train_epochs} is given beside {max_steps}.",
-        "The run ends after the steps; the epochs have no effect.",
-        source="transformers: max_steps overrides num_train_epochs",
+        "steps-and-epochs", "information", {"num_train_epochs": is_number, "max_steps": positive},
         fix="remove {num_train_epochs}",
-    ),
+        what="{num_train_epochs} is given beside {max_steps}.",
+        why="The run ends after the steps; the epochs have no effect.",
+        source="transformers: max_steps overrides num_train_epochs"),
     combination(
-        "nonfinite-filter",
-        "information",
-        {"logging_nan_inf_filter": True},
-        "{logging_nan_inf_filter} is true.",
-        "A loss that is NaN or infinite is logged as the mean of the others, so that a broken run looks sound.",
-        source="transformers, logging_nan_inf_filter",
-        fix={"logging_nan_inf_filter": False},
-    ),
+        "nonfinite-filter", "information", {"logging_nan_inf_filter": True}, fix={"logging_nan_inf_filter": False},
+        what="{logging_nan_inf_filter} is true.",
+        why="A loss that is NaN or infinite is logged as the mean of the others, so that a broken run looks sound.",
+        source="transformers, logging_nan_inf_filter"),
     combination(
-        "cpu-ranks",
-        "error",
-        {
-            "num_processes": lambda number: is_number(number) and number > 1,
-            "use_cpu": True,
-            "distributed_type": lambda kind: kind in ("NO", "MULTI_CPU", None),
-        },
-        "{use_cpu} is true with several processes.",
-        "Without mpirun the launcher starts one process, without a warning. MULTI_GPU starts CPU ranks too.",
-        source="accelerate launch --cpu: one process, without a warning",
-        fix={"distributed_type": "MULTI_GPU"},
-        tools=("accelerate",),
-    ),
+        "cpu-ranks", "error",
+        {"num_processes": several, "use_cpu": True, "distributed_type": lambda kind: kind in ("NO", "MULTI_CPU", None)},
+        tools=("accelerate",), fix={"distributed_type": "MULTI_GPU"},
+        what="{use_cpu} is true with several processes.",
+        why="Without mpirun the launcher starts one process, without a warning. MULTI_GPU starts CPU ranks too.",
+        source="accelerate launch --cpu: one process, without a warning"),
 )
+# fmt: on
+
+
+class Range(NamedTuple):
+    """The values that a word may have."""
+
+    holds: Callable[[float], bool]
+    text: str
+    why: str
+    usual: Any
+    """What to write instead."""
+    level: Level | None = None
+
+
+FRACTION = "at least 0 and below 1"
+MEAN = "At 1 the running mean of the gradients never changes; above 1 it diverges."
+# fmt: off
+RANGES: Mapping[str, Range] = {
+    "num_train_epochs": Range(positive, "above 0", "The run ends before its first step.", 3),
+    "learning_rate": Range(lambda value: 0 < value <= 1, "above 0 and at most 1",
+        "At 0 no weight changes; above 1 training diverges.", 2e-5),
+    "weight_decay": Range(lambda value: 0 <= value <= 1, "from 0 to 1",
+        "Far more decay than AdamW's 0.01 pulls all weights to 0.", 0.01, "warning"),
+    "adam_beta1": Range(fraction, FRACTION, MEAN, 0.9),
+    "adam_beta2": Range(fraction, FRACTION, MEAN, 0.999),
+    "adam_epsilon": Range(lambda value: 0 <= value <= 1, "from 0 to 1", "Updates are divided by it: nearly none is left.", 1e-8),
+    "label_smoothing_factor": Range(fraction, FRACTION, "At 1 the labels have no effect.", 0.1),
+    "lora_r": Range(lambda value: value >= 1, "at least 1", "PEFT stops: the adapter has no rank.", 16),
+    "lora_alpha": Range(positive, "above 0", "alpha / r scales the adapter: at 0 it has no effect.", 16),
+    "lora_dropout": Range(fraction, FRACTION, "At 1 the adapter gets no input.", 0.05),
+    "per_device_train_batch_size": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a batch has no rows.", 8),
+    "gradient_accumulation_steps": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a step has no rows.", 1),
+}
+# fmt: on
+
+
+@rule("out-of-range", "error", words=tuple(RANGES), source="torch, AdamW; PEFT, LoraConfig", tools=TRAINING_FILES)
+def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
+    """A value that no run can use, such as 0 epochs, or that is far from all usual ones."""
+    other = {
+        "num_train_epochs": (view.number("max_steps") or 0) > 0 or view.value("do_train") is False,
+        "weight_decay": "adam" not in str(view.value("optim", "adamw")),  # Lion's decay is larger: arXiv:2302.06675
+        "lora_r": not view.is_on("use_peft"),  # some programs turn the adapter off by a rank of 0
+        "lora_alpha": not view.is_on("use_peft") or view.tool == "llama-factory",  # there 0 is twice the rank
+    }
+    for word, (holds, text, why, usual, level) in RANGES.items():
+        value = view.number(word)
+        if value is not None and value != -1 and not holds(value) and not other.get(word):  # -1 is "not set" in many programs
+            what = f"{view.spelled(word)} is {value:g}; usable values are {text}."
+            yield Finding(word, what, why, view.line(word, usual), level)

@@ -39,12 +39,9 @@ def comment_value(view: View, facts: Facts) -> Iterator[Finding]:
             for said, actual, unit in claims(setting, comment, view):
                 if said != actual:
                     line = "" if unit else f", or {view.line(setting.word, int(said))}"
-                    yield Finding(
-                        setting.word,
-                        f'The comment "{comment[:80]}" says {said:g}{unit}; the file sets {actual:g}.',
-                        "Readers believe the comment, and the run takes the value.",
-                        f"correct the comment{line}",
-                    )
+                    what = f'The comment "{comment[:80]}" says {said:g}{unit}; the file sets {actual:g}.'
+                    why = "Readers believe the comment, and the run takes the value."
+                    yield Finding(setting.word, what, why, f"correct the comment{line}")
 
 
 def claims(setting: ConfigSetting, comment: str, view: View) -> Iterator[tuple[float, float, str]]:
@@ -63,9 +60,7 @@ def claims(setting: ConfigSetting, comment: str, view: View) -> Iterator[tuple[f
         yield float(found[1]), round(100 * value, 6), " percent"
 
 
-@rule(
-    "summary-value", "warning", source="a profile whose summary said 32 x 4 and whose table set 64 x 2", tools=("hwopt-profile",)
-)
+@rule("summary-value", "warning", source="a profile with 32 x 4 in its summary and 64 x 2 in its table", tools=("hwopt-profile",))
 def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
     """The summary of a profile says another value than the profile sets."""
     text, train = str(view.value("summary", "")), view.number(TRAIN)
@@ -79,12 +74,9 @@ def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
     for pattern, actual in set_values.items():
         said = [found[0] for found in pattern.finditer(text)]
         if actual and said and not any(same(each, actual) for each in said):
-            yield Finding(
-                "summary",
-                f'The summary "{text[:80]}" says {said[0]}; the profile sets {actual}.',
-                "`hwopt profiles` shows the summary, and a run takes the values.",
-                f"correct the summary: {actual}",
-            )
+            what = f'The summary "{text[:80]}" says {said[0]}; the profile sets {actual}.'
+            why = "`hwopt profiles` shows the summary, and a run takes the values."
+            yield Finding("summary", what, why, f"correct the summary: {actual}")
 
 
 def same(said: str, actual: str) -> bool:
@@ -97,9 +89,6 @@ def checkpointing_off_for_memory(view: View, facts: Facts) -> Iterator[Finding]:
     """A comment says that memory is saved by turning activation checkpointing off; it needs more."""
     setting = view.settings["gradient_checkpointing"]
     if setting.value is False and any(SAVES.search(comment) for comment in setting.comments):
-        yield Finding(
-            setting.word,
-            f"{setting.key} is false, and the comment gives memory as the reason.",
-            "Checkpointing saves memory and costs time: without it every layer keeps its activations.",
-            view.line(setting.word, True),
-        )
+        what = f"{setting.key} is false, and the comment gives memory as the reason."
+        why = "Checkpointing saves memory and costs time: without it every layer keeps its activations."
+        yield Finding(setting.word, what, why, view.line(setting.word, True))

@@ -11,27 +11,21 @@ from pathlib import Path
 from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import FEATURES, is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
-from hwopt.configs.dialect import NOTHING
-from hwopt.configs.launchers import DEEPSPEED
+from hwopt.configs.launchers import DEEPSPEED, NOTHING
 from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
 from hwopt.configs.words import names
 from hwopt.errors import InputError
 
+QUANTIZED = ("load_in_4bit", "load_in_8bit")
 ADAPTER_NAMES = ("lora", "peft", "adapter", "dora")
 OFFLOADS = ("zero_offload", "deepspeed.zero_optimization.offload_optimizer.device", "deepspeed")
 
 
-@rule(
-    "quantized-training",
-    "error",
-    words=("load_in_4bit", "load_in_8bit"),
-    source="transformers, Trainer: purely quantized models cannot be fine-tuned",
-    tools=TRAINERS,
-)
+@rule("quantized-training", "error", words=QUANTIZED, source="transformers, Trainer: purely quantized models", tools=TRAINERS)
 def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
     """Quantized weights without an adapter, which leaves nothing to train."""
-    word = next((word for word in ("load_in_4bit", "load_in_8bit") if view.is_on(word)), None)
+    word = next((word for word in QUANTIZED if view.is_on(word)), None)
     given = view.source.values
     keys = [key for key, value in given.items() if value not in NOTHING]
     full = "finetuning_type" in keys  # LLaMA-Factory trains an adapter unless the file says otherwise
@@ -39,21 +33,15 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
     if view.tool == "axolotl":  # without it, other keys of an adapter have no effect
         named = "adapter" in keys or "peft" in view.source.top
     if word and view.lacks("use_peft") and (full if view.tool == "llama-factory" else not named):
-        yield Finding(
-            word,
-            f"{view.spelled(word)} is true, and the file has no adapter.",
-            "transformers stops: quantized weights get no gradients, so that there is nothing to train.",
-            "pass the Trainer get_peft_model(model, LoraConfig(…)), or give SFTTrainer peft_config"
-            if view.source.language == "Python"
-            else view.line("use_peft", True)
-            if view.tool == "transformers"
-            else f"remove {view.spelled(word)}, or train LoRA",
-        )
+        what = f"{view.spelled(word)} is true, and the file has no adapter."
+        why = "transformers stops: quantized weights get no gradients, so that there is nothing to train."
+        fix = view.line("use_peft", True) if view.tool == "transformers" else f"remove {view.spelled(word)}, or train LoRA"
+        if view.source.language == "Python":
+            fix = "pass the Trainer get_peft_model(model, LoraConfig(…)), or give SFTTrainer peft_config"
+        yield Finding(word, what, why, fix)
 
 
-@rule(
-    "reentrant-adapter", "warning", words=(REENTRANT,), source="transformers#21381, transformers#42489", tools=("transformers",)
-)
+@rule("reentrant-adapter", "warning", words=(REENTRANT,), source="transformers#21381, #42489", tools=("transformers",))
 def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
     """Checkpointing is reentrant, and an adapter freezes the weights below it, in a script with transformers' own Trainer."""
     plain = any("TrainingArguments" in call for call in view.source.calls[:1]) and "input_require_grads" not in view.source.top
@@ -78,13 +66,7 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("packing", f"{view.spelled('packing')} is on without {needed}.", why, fix)
 
 
-@rule(
-    "states-offload",
-    "error",
-    words=("optim",),
-    source="DeepSpeed#7524: ZeRO-Offload with a client provided optimizer",
-    tools=TRAINERS,
-)
+@rule("states-offload", "error", words=("optim",), source="DeepSpeed#7524: ZeRO-Offload, client optimizer", tools=TRAINERS)
 def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer with states in 8 bit under ZeRO's offload."""
     name, (zero, device, file) = str(view.value("optim")), OFFLOADS
@@ -93,26 +75,22 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     offload = next((word for word, found in asked.items() if found), None)
     theirs = deepspeed_view(view)
     if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
-        yield Finding(
-            "optim",
-            f"{name} with {view.spelled(offload)} = {view.value(offload)}.",
-            "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of another optimizer.",
-            view.line("optim", "adamw_torch"),
+        what = f"{name} with {view.spelled(offload)} = {view.value(offload)}."
+        why = (
+            "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of another optimizer."
         )
+        yield Finding("optim", what, why, view.line("optim", "adamw_torch"))
 
 
 @rule("offload-stage", "error", words=("zero_offload",), source="DeepSpeed: offload_param needs stage 3")
 def offload_stage(view: View, facts: Facts) -> Iterator[Finding]:
     """Offloading that the ZeRO stage does not support."""
-    stage, what = view.number("zero_stage"), view.value("zero_offload")
-    least = {"parameters": 3, "optimizer": 1}.get(str(what), 0)
+    stage, target = view.number("zero_stage"), view.value("zero_offload")
+    least = {"parameters": 3, "optimizer": 1}.get(str(target), 0)
     if stage is not None and stage < least:
-        yield Finding(
-            "zero_offload",
-            f"The {what} are offloaded with ZeRO stage {stage:g}; stage {least} is needed.",
-            "DeepSpeed ignores the setting or stops.",
-            view.line("zero_stage", least),
-        )
+        what = f"The {target} are offloaded with ZeRO stage {stage:g}; stage {least} is needed."
+        why = "DeepSpeed ignores the setting or stops."
+        yield Finding("zero_offload", what, why, view.line("zero_stage", least))
 
 
 @rule("precision-twice", "error", words=("deepspeed",), source="accelerate: deepspeed_config_file", tools=("accelerate",))
@@ -145,13 +123,7 @@ def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, view.half_precision("bf16", word))
 
 
-@rule(
-    "launch-processes",
-    "error",
-    words=("num_processes",),
-    source="accelerate, utils/launch.py: num_processes // num_machines, and CUDA_VISIBLE_DEVICES of gpu_ids",
-    tools=("accelerate",),
-)
+@rule("launch-processes", "error", words=("num_processes",), source="accelerate, utils/launch.py", tools=("accelerate",))
 def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     """Processes that the machines, or their cards, do not have."""
     given = view.source.values
@@ -194,12 +166,7 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 """AdamW with states in fp32, as DeepSpeed has it."""
 
 
-@rule(
-    "deepspeed-twice",
-    "error",
-    source="huggingface.co/docs/transformers/deepspeed; transformers, HfTrainerDeepSpeedConfig.fill_match",
-    tools=TRAINERS,
-)
+@rule("deepspeed-twice", "error", source="transformers, HfTrainerDeepSpeedConfig.fill_match", tools=TRAINERS)
 def deepspeed_twice(view: View, facts: Facts) -> Iterator[Finding]:
     """Other values in the DeepSpeed configuration than beside it; a warning if DeepSpeed's optimizer or schedule is taken."""
     if (theirs := deepspeed_view(view)) is None:

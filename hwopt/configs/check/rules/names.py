@@ -130,12 +130,7 @@ def known_names(view: View) -> frozenset[str]:
     return frozenset(shared).union(FURTHER[view.tool], (key.partition(".")[0] for key in own))
 
 
-@rule(
-    "misspelled-name",
-    "warning",
-    source="unsloth#10452: a key that no program reads; LLaMA-Factory#7677: keys that stop it",
-    tools=tuple(UNKNOWN),
-)
+@rule("misspelled-name", "warning", source="unsloth#10452 (no effect), LLaMA-Factory#7677 (stops)", tools=tuple(UNKNOWN))
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a key of the tool, or the name that another tool has for it."""
     whose, why, level = UNKNOWN[view.tool]
@@ -166,12 +161,9 @@ def optimizer_name(view: View, facts: Facts) -> Iterator[Finding]:
     name = view.value("optim")
     if isinstance(name, str) and name not in OPTIMIZERS | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these two
         near = get_close_matches(name[:80], sorted(OPTIMIZERS), n=1, cutoff=0.75)
-        yield Finding(
-            "optim",
-            f"transformers has no optimizer {truncate(name)}.",
-            "TrainingArguments stops with a ValueError.",
-            view.line("optim", near[0] if near else "adamw_torch_fused"),
-        )
+        what = f"transformers has no optimizer {truncate(name)}."
+        why = "TrainingArguments stops with a ValueError."
+        yield Finding("optim", what, why, view.line("optim", near[0] if near else "adamw_torch_fused"))
 
 
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")

@@ -56,24 +56,15 @@ def warmup_ignored(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, "The first steps have the full rate.", view.line("lr_scheduler_type", "constant_with_warmup"))
 
 
-@rule(
-    "no-clipping",
-    "warning",
-    words=("max_grad_norm", "zero_stage"),
-    source="transformers, max_grad_norm; DeepSpeed, gradient_clipping",
-)
+@rule("no-clipping", "warning", words=("max_grad_norm", "zero_stage"), source="transformers and DeepSpeed: their defaults")
 def no_clipping(view: View, facts: Facts) -> Iterator[Finding]:
     """Gradients are not clipped: max_grad_norm is 0, or a file of DeepSpeed has no gradient_clipping."""
     key = view.spelled("max_grad_norm")
     unsaid = view.tool == "deepspeed" and "max_grad_norm" not in view and key not in {each.key for each in view.unread}
     if unsaid or view.number("max_grad_norm") == 0:
-        yield Finding(
-            "zero_stage" if unsaid else "max_grad_norm",
-            f"{key} is 0{', the default of DeepSpeed' if unsaid else ''}: gradients are not clipped.",
-            "One bad batch can undo the training so far; 1.0 is usual.",
-            view.line("max_grad_norm", 1.0),
-            key=key,
-        )
+        what = f"{key} is 0{', the default of DeepSpeed' if unsaid else ''}: gradients are not clipped."
+        why = "One bad batch can undo the training so far; 1.0 is usual."
+        yield Finding("zero_stage" if unsaid else "max_grad_norm", what, why, view.line("max_grad_norm", 1.0), key=key)
 
 
 @rule("best-model", "error", words=(BEST,), source="transformers, TrainingArguments", tools=TRANSFORMERS)
@@ -110,12 +101,7 @@ def worst_model(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(METRIC if by_default else GREATER, what, why, view.line(GREATER, larger))
 
 
-@rule(
-    "evaluation-data",
-    "error",
-    source="axolotl, check_evals; transformers, Trainer: eval_strategy needs an eval_dataset",
-    tools=("axolotl", "llama-factory"),
-)
+@rule("evaluation-data", "error", source="axolotl, check_evals; transformers, Trainer", tools=("axolotl", "llama-factory"))
 def evaluation_data(view: View, facts: Facts) -> Iterator[Finding]:
     """Evaluations, and no rows for them."""
     share, axolotl = "eval_fraction", view.tool == "axolotl"
@@ -124,12 +110,9 @@ def evaluation_data(view: View, facts: Facts) -> Iterator[Finding]:
     none = view.value(share) == 0 if axolotl else not view.value(share) and (share in view or view.lacks(share))
     elsewhere = not view.lacks("validation_file") or view.source.top & {"tokenized_path", "test_datasets"}
     if view.value(word, "no") not in ("no", 0) and none and not elsewhere:
-        yield Finding(
-            word,
-            f"{view.spelled(word)} is {view.value(word)}, and {view.spelled(share)} is 0.",
-            f"{TOOL_NAMES[view.tool]} stops: no rows are left for evaluations.",
-            view.line(share, 0.05),
-        )
+        what = f"{view.spelled(word)} is {view.value(word)}, and {view.spelled(share)} is 0."
+        why = f"{TOOL_NAMES[view.tool]} stops: no rows are left for evaluations."
+        yield Finding(word, what, why, view.line(share, 0.05))
 
 
 @rule("early-stopping", "error", words=(PATIENCE,), source="transformers, EarlyStoppingCallback", tools=TRANSFORMERS)
