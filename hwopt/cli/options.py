@@ -162,10 +162,8 @@ def begin(
     """The command's inputs, checked before torch is imported, which takes seconds. `strict` counts later."""
     status_line.show("reading job and profile")
     quiet_libraries()
-    from hwopt.export.launcher_environment import refuse_odd_switches
     from hwopt.planning.inputs import Inputs, refuse_mistakes
 
-    refuse_odd_switches(os.environ)
     inputs = Inputs()
     refuse_mistakes(inputs, profiles, job, assignments, memory_limit)
     announce_loading()

@@ -32,8 +32,6 @@ class ConfigSetting(Entry):
     """An entry with the word that all tools share, or with the reason why it is not read."""
 
     word: str = ""
-    former: tuple[Any, ...] = ()
-    """Values that earlier lines of the file give to the same key."""
     reason: str = ""
     """Why the entry is not read. In a value that is taken: why it is a guess, for rules only; `hwopt import` leaves it out."""
     kind: Kind = "taken"
@@ -93,11 +91,9 @@ class View:
     def add(self, word: str, entry: Entry, value: Any = ...) -> None:
         """Set `word` to the value of `entry`, or to `value`, which a reader made of it."""
         if entry.interpolated:
-            self.leave(entry, "", word=word)
-            return
+            return self.leave(entry, "", word=word)
         if word.startswith(f"{SCHEDULE_OPTIONS}."):
-            self.add_schedule_option(word.removeprefix(f"{SCHEDULE_OPTIONS}."), entry)
-            return
+            return self.add_schedule_option(word.removeprefix(f"{SCHEDULE_OPTIONS}."), entry)
         doubt = ""
         try:
             found = typed(word, entry.value if value is ... else value)
@@ -111,8 +107,7 @@ class View:
         elif (first := self.settings.get(word)) is not None:
             self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
         else:
-            former = tuple(before.value for before in self.source.replaced if before.path == entry.path)
-            self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, former=former, reason=doubt)
+            self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, reason=doubt)
 
     def add_schedule_option(self, option: str, entry: Entry) -> None:
         """Add `option` to those of the schedule, which are one setting."""
@@ -181,8 +176,7 @@ class View:
             return f"{key}={value!r}"
         shown = str(value).lower() if isinstance(value, bool) else value
         shown = f'"{shown}"' if isinstance(value, str) and self.source.language != "YAML" else shown
-        if isinstance(value, float):
-            shown = f"{value:g}"
+        shown = f"{value:g}" if isinstance(value, float) else shown
         return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.source.language]
 
     def lines(self, values: Mapping[str, Any]) -> str:

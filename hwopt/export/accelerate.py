@@ -1,25 +1,30 @@
-"""Accelerate's launcher: the YAML that `accelerate config` writes, and the environment variables that it sets for the ranks.
+"""Plans as the YAML of `accelerate config`, as the environment variables of its launcher, and as DeepSpeed's JSON.
 
 `accelerate launch --config_file FILE -m hwopt run …` makes the plan that the file was written from. The names come from
-accelerate/commands/config and accelerate/utils/launch.py.
+accelerate/commands/config and accelerate/utils/launch.py. The JSON is the engine's configuration in a run, for Accelerate
+(`deepspeed_config_file`), `transformers.TrainingArguments(deepspeed=FILE)` and DeepSpeed. Its `gradient_accumulation_steps`
+is always 1: the loop tells the engine which micro-batch is the last of a step.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import yaml
 
+from hwopt.config.aliases import option_for
 from hwopt.errors import InputError
-from hwopt.export.deepspeed import engine_config, engine_plugin
 from hwopt.export.launcher_environment import ENGINES
 from hwopt.planning.plan import Plan
+from hwopt.plugin.guard import plugin_guard
+from hwopt.training.build import option_value
 
 FIRST_NODE = "ADDRESS_OF_THE_FIRST_NODE"
 """Placeholder for an address that the user fills in."""
-PORT = 29500
-
 DEEPSPEED_VARIABLES = {
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
@@ -29,7 +34,8 @@ DEEPSPEED_VARIABLES = {
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
 """Key of `deepspeed_config` -> the environment variable that the launcher sets."""
-CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+LAUNCHERS_WORDS = ("ACCELERATE_", "FSDP_")
+"""Prefixes of the environment variables from which Accelerate's plugins take their defaults."""
 
 
 def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -37,12 +43,11 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
 
     Raises InputError for an engine that the YAML cannot describe.
     """
-    several = plan.world_size > 1
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         # for CPUs too: with MULTI_CPU the launcher silently starts a single process without mpirun
-        "distributed_type": "MULTI_GPU" if several else "NO",
+        "distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO",
         "dynamo_backend": "NO",  # the plan compiles the model itself
         "machine_rank": 0,
         "main_process_port": 0,  # any free port
@@ -53,7 +58,7 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
         "use_cpu": plan.hardware.device_type == "cpu",
     }
     if nodes > 1:
-        config |= {"main_process_ip": FIRST_NODE, "main_process_port": PORT, "rdzv_backend": "static", "same_network": True}
+        config |= {"main_process_ip": FIRST_NODE, "main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
     engines = {key for key in ENGINES.values() if plan.recipe.accelerator.get(key) is not None}
     if engines == {"deepspeed_plugin"}:
         section = deepspeed_section(plan)
@@ -66,7 +71,7 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
     elif engines == {"fsdp_plugin"}:
         config |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(plan)}
     elif engines:
-        names = ", ".join(f"accelerator[{key!r}] of {plan.recipe.author_of(f'accelerator[{key!r}]')}" for key in sorted(engines))
+        names = ", ".join(sorted(engines))
         raise InputError(f"{names}: hwopt cannot write a launcher file for it; start with `hwopt run --processes`")
     return config
 
@@ -88,9 +93,6 @@ def deepspeed_section(plan: Plan) -> dict[str, Any]:
 
 def fsdp_section(plan: Plan) -> dict[str, Any]:
     plugin = engine_plugin(plan, "fsdp_plugin")
-    if plugin.fsdp_version != 2:
-        author = plan.recipe.author_of("accelerator['fsdp_plugin']")
-        raise InputError(f"{author}: has FSDP {plugin.fsdp_version}; hwopt writes a launcher file for FSDP 2 only")
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -106,7 +108,8 @@ def exports_of(plan: Plan) -> dict[str, Any]:
     """Environment variable -> the value that the launcher sets for the engine of `plan`; for a JSON file, its content."""
     if plan.recipe.accelerator.get("deepspeed_plugin") is not None:
         section = deepspeed_section(plan)
-        return {variable: section[key] for key, variable in DEEPSPEED_VARIABLES.items()} | {CONFIG_FILE: engine_config(plan)}
+        found = {variable: section[key] for key, variable in DEEPSPEED_VARIABLES.items()}
+        return found | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": engine_config(plan)}
     if plan.recipe.accelerator.get("fsdp_plugin") is not None:
         return {key.upper(): value for key, value in fsdp_section(plan).items()}
     return {}
@@ -121,5 +124,41 @@ def launcher_yaml(config: Mapping[str, Any], profile: str) -> str:
     if config["num_machines"] > 1:
         ranks = f"--machine_rank 0 to {config['num_machines'] - 1}"
         lines.append(f"# On each node add {ranks} and --main_process_ip before -m, or write both into this file.")
-    document: str = yaml.safe_dump(dict(config))
-    return "\n".join(lines) + "\n" + document
+    return "\n".join([*lines, yaml.safe_dump(dict(config))])
+
+
+def engine_plugin(plan: Plan, key: str) -> Any:
+    """A copy of the argument `key` that the run of `plan` gives to the Accelerator; None if it gives none.
+
+    It is made without the variables of a launcher, which would change its defaults.
+    """
+    field = f"accelerator[{key!r}]"
+    with mock.patch.dict(os.environ), plugin_guard(plan.recipe.named(plan.recipe.author_of(field)), f"recipe.{field}"):
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS_WORDS)]:
+            del os.environ[name]
+        return copy.deepcopy(option_value(plan.recipe.accelerator.get(key)))
+
+
+def engine_config(plan: Plan) -> dict[str, Any] | None:
+    """DeepSpeed's configuration in the run of `plan`; None if the plan does not use DeepSpeed."""
+    plugin = engine_plugin(plan, "deepspeed_plugin")
+    if plugin is None:
+        return None
+    plugin.set_mixed_precision(plan.recipe.accelerator.get("mixed_precision", "no"))
+    config: dict[str, Any] = plugin.deepspeed_config
+    config.pop("steps_per_print", None)  # Accelerate sets infinity, which JSON does not have
+    return config | {
+        "train_batch_size": plan.batch.train * plan.world_size,
+        "train_micro_batch_size_per_gpu": plan.batch.train,
+        "gradient_clipping": float(plan.training.max_grad_norm or 0.0),
+    }
+
+
+def no_deepspeed(plan: Plan) -> InputError:
+    """The error for a plan without DeepSpeed; it names the plugin that would add it."""
+    name = option_for("deepspeed").split(".")[1]
+    entry = next((entry for entry in plan.entries if entry.name == name), None)
+    what_to_do = f"add the plugin {name!r}, as by --set plugins.{name}.enabled=true"
+    if entry is not None:
+        what_to_do = f"{entry.author} {'is skipped' if entry.decision == 'skip' else 'does not use it'}: {entry.reason}"
+    return InputError(f"the plan of profile {plan.profile.name} has no DeepSpeed to export: {what_to_do}")

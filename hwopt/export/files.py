@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from hwopt.errors import InputError
-from hwopt.export.accelerate import launcher_config, launcher_yaml
+from hwopt.export.accelerate import engine_config, launcher_config, launcher_yaml, no_deepspeed
 from hwopt.export.arguments import arguments_file
-from hwopt.export.deepspeed import engine_config, no_deepspeed
 from hwopt.export.script import script_file
 from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder

@@ -14,7 +14,7 @@ from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, Problems
 from hwopt.hardware.device import Hardware
 from hwopt.system.paths import read_regular_file
-from hwopt.text import listing, truncate
+from hwopt.text import truncate
 
 NEUTRAL = frozenset({"", "0", "no", "false", "none"})
 ENGINES = {
@@ -25,7 +25,6 @@ ENGINES = {
 }
 """Variable of Accelerate's launcher that asks for an engine -> the argument of `Accelerator` that selects the engine."""
 AGAIN = "Change one of them, or write the file again: hwopt export --to"
-
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -34,34 +33,14 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 """What the launcher sets with a bare `--use_fsdp`. For DeepSpeed it sets only what the user gives."""
-
 MAX_BYTES = 1_000_000
 """Maximum size of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change only its output."""
-SWITCHES = (
-    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_CPU_AFFINITY"),
-    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "FORK_LAUNCHED", "USE_TORCH_XLA"),
-)
-"""Boolean variables of Accelerate; it reads some of them on import."""
-YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-
-
-def refuse_odd_switches(environment: Mapping[str, str]) -> None:
-    """Raise InputError for boolean variables that are neither on nor off. Accelerate's own error would not name them."""
-    problems = Problems()
-    for name in SWITCHES:
-        if name in environment and environment[name].lower() not in (*YES, *NO):
-            accepted = f"expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
-            problems.add(f"{name}={truncate(environment[name])}: {accepted}")
-    problems.raise_if_any(InputError)
 
 
 def refuse_contradictions(
-    environment: Mapping[str, str],
-    accelerator: Mapping[str, Any],
-    hardware: Hardware,
-    planned: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str], accelerator: Mapping[str, Any], hardware: Hardware, planned: Mapping[str, Any] = {}
 ) -> None:
     """Raise InputError if a variable contradicts the plan; the message names the variable and both values.
 
@@ -80,11 +59,10 @@ def refuse_contradictions(
     for name, (value, word) in wanted.items():
         given = environment.get(name, "").strip()
         if given.lower() not in NEUTRAL and not agree(given, value):
-            option = option_for(word)
-            instead = f", or set {option}" if option != word else ""
+            instead = f", or set {option}" if (option := option_for(word)) != word else ""
             what = f"{name}={given} contradicts the plan, in which it is {normalized(value)}."
             problems.add(f"{what} Leave it out of the launcher{instead}.")
-    for name, value in (planned or {}).items():
+    for name, value in planned.items():
         given = environment.get(name, "").strip()
         if given and isinstance(value, Mapping):
             for problem in contradictions(given, value):

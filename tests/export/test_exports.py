@@ -17,14 +17,11 @@ import yaml
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.errors import InputError
-from hwopt.export.accelerate import FIRST_NODE, exports_of, launcher_config, launcher_yaml
-from hwopt.export.deepspeed import engine_config, engine_plugin
+from hwopt.export.accelerate import FIRST_NODE, engine_config, engine_plugin, exports_of, launcher_config, launcher_yaml
 from hwopt.export.files import exported
 from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.hardware.device import described
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
-from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 GPU = described("a GPU", (8, 6), 8)
@@ -141,22 +138,11 @@ def test_accelerate_reads_the_same_fsdp_settings_from_the_file(tmp_path: Path, m
     assert vars(theirs) | {"param_init_fn": None} == vars(ours) | {"param_init_fn": None}
 
 
-class Megatron(Plugin):
-    name = "megatron"
-    stage = Stage.DISTRIBUTION
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("asked for")
-
-    def apply(self, recipe: Recipe, context: Context) -> None:
-        recipe.accelerator["megatron_lm_plugin"] = object
-
-
 def test_export_refuses_an_engine_that_no_file_can_hold(tmp_path: Path) -> None:
-    registry = Registry()
-    registry.add(Megatron)
-    with pytest.raises(InputError, match="megatron_lm_plugin.*plugin 'megatron'.*cannot write a launcher file"):
-        launcher_config(planned(tmp_path, registry=registry, megatron={}, hardware=GPU))
+    plan = planned(tmp_path)
+    plan.recipe.accelerator["megatron_lm_plugin"] = object()
+    with pytest.raises(InputError, match="megatron_lm_plugin: hwopt cannot write a launcher file"):
+        launcher_config(plan)
 
 
 # the command line

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.utils import str_to_bool
 
 from hwopt.errors import InputError
-from hwopt.export.launcher_environment import NO, YES, refuse_contradictions, refuse_odd_switches
+from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.hardware.device import described
 
 CPU = described("a CPU", None, 16)
@@ -102,12 +101,3 @@ def test_contradicting_deepspeed_file_is_refused(text: str | None, expected: str
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(InputError, match=f"{FILE}=.*ds.json.*{expected}"):
         refuse_contradictions({FILE: str(tmp_path / "ds.json")}, {}, CPU, {FILE: CONFIG})
-
-
-def test_switch_must_be_on_or_off_as_accelerate_reads_it() -> None:
-    for value in (*YES, *NO, "True"):
-        refuse_odd_switches({"ACCELERATE_USE_CPU": value})
-        assert str_to_bool(value) == (value.lower() in YES)
-    for value in ("perhaps", "", " true"):
-        with pytest.raises(InputError, match="^ACCELERATE_USE_CPU=.*expected one of 1, true, .* unset it$"):
-            refuse_odd_switches({"ACCELERATE_USE_CPU": value})

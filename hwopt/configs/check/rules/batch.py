@@ -84,8 +84,8 @@ def former(view: View, word: str) -> int | None:
     """The value that the setting had before, by an earlier line of the file or by its comment ("instead of 64", "was 192")."""
     if (setting := view.settings.get(word)) is None:
         return None
-    if setting.former:
-        return int(setting.former[-1]) if is_number(setting.former[-1]) else None
+    if earlier := [each.value for each in view.source.replaced if each.path == setting.path]:
+        return int(earlier[-1]) if is_number(earlier[-1]) else None
     match = re.search(r"\b(?:instead of|was|from)\s+(\d+)\b", setting.comment)
     return int(match[1]) if match else None
 
