@@ -40,44 +40,25 @@ def test_sft_config_trains_in_bf16_by_default() -> None:
     assert SFTConfig("out", use_cpu=True, gradient_checkpointing=None).bf16 is True
 
 
+# fmt: off
 SILENT = {
     "base_model: m\nadapter: lora\nlora_r: 8\nlearning_rate: 1e-4": {
-        "batch.train": 1,
-        "training.num_train_epochs": 1,
-        "data.max_length": 512,
-        "training.lr_scheduler_type": "cosine",
-        "training.warmup_ratio": 0.03,
-    },
+        "batch.train": 1, "training.num_train_epochs": 1, "data.max_length": 512, "training.lr_scheduler_type": "cosine",
+        "training.warmup_ratio": 0.03},
     "base_model: m\nmax_steps: 9\nwarmup_steps: 2\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.1": {
-        "batch.train": 1,
-        "data.max_length": 512,
-    },
-    "stage: sft\nfinetuning_type: lora\nlora_rank: 4": {
-        "batch.train": 8,
-        "data.max_length": 2048,
-        "adapter.lora_alpha": 8,
-    },
+        "batch.train": 1, "data.max_length": 512},
+    "stage: sft\nfinetuning_type: lora\nlora_rank: 4": {"batch.train": 8, "data.max_length": 2048, "adapter.lora_alpha": 8},
     "stage: sft\nfinetuning_type: lora\ncutoff_len: 99": {"batch.train": 8, "adapter.r": 8, "adapter.lora_alpha": 16},
-    "SFTConfig('out', bf16=False, fp16=True)": {
-        "batch.train": 8,
-        "training.learning_rate": 2e-5,
-        "data.max_length": 1024,
-    },
+    "SFTConfig('out', bf16=False, fp16=True)": {"batch.train": 8, "training.learning_rate": 2e-5, "data.max_length": 1024},
     "SFTConfig('out', max_length=9, learning_rate=1e-4)\nLoraConfig(lora_dropout=0.1)": {
-        "batch.train": 8,
-        "precision.dtype": "bf16",
-        "adapter.r": 8,
-        "adapter.lora_alpha": 8,
-        "adapter.target_modules": "default",
-    },
+        "batch.train": 8, "precision.dtype": "bf16", "adapter.r": 8, "adapter.lora_alpha": 8,
+        "adapter.target_modules": "default"},
     "packing: true\nuse_peft: true\nmax_length: 8\nlearning_rate: 1e-4\nbf16: false": {
-        "batch.train": 8,
-        "adapter.lora_dropout": 0.05,
-        "adapter.target_modules": "default",
-    },
+        "batch.train": 8, "adapter.lora_dropout": 0.05, "adapter.target_modules": "default"},
     "TrainingArguments('out', per_device_train_batch_size=4)": {},
     "fp16: true\nlearning_rate: 1e-4": {},
 }
+# fmt: on
 """A file -> the values that it leaves to the tool."""
 
 

@@ -56,6 +56,7 @@ def test_second_key_for_one_word_is_listed() -> None:
     assert "learning_rate (f:1) says the same thing" in left.reason
 
 
+# fmt: off
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "axolotl": (  # further keys of both tools: tests/golden/import
         "micro_batch_size: 2\nlora_target_linear: true\nflash_attention: true\n"
@@ -73,38 +74,20 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-factory": (
         "lora_target: all\nlora_rank: 8\nflash_attn: fa2\nmask_history: true\nearly_stopping_steps: 3\n",
-        {
-            "lora_target_modules": "all-linear",
-            "lora_r": 8,
-            "attn_implementation": "flash_attention_2",
-            "assistant_turns": "last",
-            "early_stopping_patience": 3,
-            "task": "causal-lm",
-        },
-    ),
+        {"lora_target_modules": "all-linear", "lora_r": 8, "attn_implementation": "flash_attention_2", "assistant_turns": "last",
+         "early_stopping_patience": 3, "task": "causal-lm"}),
     "deepspeed": (
         '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": true},'
         '"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
         '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}',
-        {
-            "effective_batch_size": 64,
-            "per_device_train_batch_size": 8,
-            "max_grad_norm": 1.0,
-            "bf16": True,
-            "optim": "adamw_torch",
-            "learning_rate": 3e-5,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "zero_stage": 3,
-            "zero_offload": "parameters",
-        },
-    ),
+        {"effective_batch_size": 64, "per_device_train_batch_size": 8, "max_grad_norm": 1.0, "bf16": True, "optim": "adamw_torch",
+         "learning_rate": 3e-5, "adam_beta1": 0.9, "adam_beta2": 0.95, "zero_stage": 3, "zero_offload": "parameters"}),
     "accelerate": (
         "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nmixed_precision: 'no'\nnum_processes: 4\ngpu_ids: all\n",
-        {"distributed_type": "FSDP", "mixed_precision": "no", "num_processes": 4, "fsdp": "FSDP"},
-    ),
+        {"distributed_type": "FSDP", "mixed_precision": "no", "num_processes": 4, "fsdp": "FSDP"}),
     "transformers": ("optim: adamw_torch\n", {"optim": "adamw_torch"}),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("tool", DIALECTS)

@@ -41,6 +41,7 @@ def left(text: str) -> dict[str, tuple[bool, str]]:
     return {each.key: (each.on_purpose, each.reason) for each in translated(text).left}
 
 
+# fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp16: true": {"plugins.precision.dtype": "fp16"},
     "bf16: auto": {"plugins.precision.dtype": "auto"},
@@ -54,60 +55,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "attn_implementation: eager": {"plugins.sdpa.prefer": ["eager"]},
     "attn_implementation: sdpa": {"plugins.sdpa.enabled": True},
     "adapter: lora\npeft_use_rslora: true\nlora_modules_to_save: [lm_head]\nsequence_len: 64": {
-        "plugins.adapter.enabled": True,
-        "plugins.adapter.always": True,
-        "plugins.adapter.use_rslora": True,
-        "plugins.adapter.modules_to_save": ["lm_head"],
-        "data.max_length": 64,
-    },
+        "plugins.adapter.enabled": True, "plugins.adapter.always": True, "plugins.adapter.use_rslora": True,
+        "plugins.adapter.modules_to_save": ["lm_head"], "data.max_length": 64},
     "packing: true\nmax_length: 512\ngradient_accumulation_steps: 2": {
-        "plugins.pack.enabled": True,
-        "plugins.batch.effective_tokens": 8 * 2 * 512,
-        "data.max_length": 512,
-        "task.kind": "causal-lm",
-    },
+        "plugins.pack.enabled": True, "plugins.batch.effective_tokens": 8 * 2 * 512, "data.max_length": 512,
+        "task.kind": "causal-lm"},
     "dataset_name: a/b\ndataset_train_split: x\ndataset_test_split: y\neval_strategy: epoch\neos_token: <e>": {
-        "data.train": "a/b",
-        "data.split": "x",
-        "data.eval_split": "y",
-        "data.eval": "a/b",
-        "data.eos_token": "<e>",
-        "task.kind": "causal-lm",
-    },
+        "data.train": "a/b", "data.split": "x", "data.eval_split": "y", "data.eval": "a/b", "data.eos_token": "<e>",
+        "task.kind": "causal-lm"},
     "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b", "task.kind": "causal-lm"},
     "lora_r: 16\ndataset_name: a/b": {"data.train": "a/b"},
     "finetuning_type: full\nlora_rank: 8\ndataset: a": {"data.train": "a", "task.kind": "causal-lm"},
     "cutoff_len: 64\nmask_history: true\ntrain_on_prompt: false": {
-        "data.max_length": 64,
-        "data.assistant_turns": "last",
-        "task.kind": "causal-lm",
-    },
+        "data.max_length": 64, "data.assistant_turns": "last", "task.kind": "causal-lm"},
     "base_model: m\nadapter:\nlora_r: 8\nrl:": {"model.name": "m", "task.kind": "causal-lm"},
     "use_peft: true\nload_in_4bit: true\nchat_template_path: a.jinja": {
-        "plugins.adapter.enabled": True,
-        "plugins.adapter.always": True,
-        "plugins.quantize.bits": 4,
-        "data.chat_template": "a.jinja",
-        "task.kind": "causal-lm",
-    },
+        "plugins.adapter.enabled": True, "plugins.adapter.always": True, "plugins.quantize.bits": 4,
+        "data.chat_template": "a.jinja", "task.kind": "causal-lm"},
     "base_model: m\nsequence_len: 8\nchat_template: chatml": {
-        "model.name": "m",
-        "data.max_length": 8,
-        "data.chat_template": "chatml",
-        "task.kind": "causal-lm",
-    },
+        "model.name": "m", "data.max_length": 8, "data.chat_template": "chatml", "task.kind": "causal-lm"},
     "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
-        "plugins.compile.enabled": True,
-        "plugins.compile.mode": "reduce-overhead",
-    },
+        "plugins.compile.enabled": True, "plugins.compile.mode": "reduce-overhead"},
     "eval_steps: 50\neval_strategy: steps": {"training.eval_steps": 50},
     "save_strategy: 'no'\nfp16: false": {"training.save_minutes": 0.0},
     "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 1e-2, num_cycles: 0.5}": {
         "training.lr_scheduler_type": "cosine_with_min_lr",
-        "training.lr_scheduler_kwargs": {"min_lr_rate": 0.01, "num_cycles": 0.5},
-    },
+        "training.lr_scheduler_kwargs": {"min_lr_rate": 0.01, "num_cycles": 0.5}},
     "warmup_steps: 0.06": {"training.warmup_ratio": 0.06},
     "warmup_steps: 100\nwarmup_ratio: 0.1": {"training.warmup_steps": 100},
     "warmup_steps: 0\nwarmup_ratio: 0.1": {"training.warmup_ratio": 0.1},
@@ -115,6 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max_steps: 10\nnum_train_epochs: 2": {"training.max_steps": 10},
     "label_smoothing: 0.1\nfp16: false": {"task.label_smoothing": 0.1},
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("text", OPTIONS, ids=lambda text: text.partition("\n")[0])
@@ -198,21 +174,21 @@ def test_columns_and_words_of_a_data_set_that_have_other_names_are_listed(tmp_pa
     assert "dataset.columns.tools" not in listed
 
 
+# fmt: off
 REGISTERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "alpaca": ({"file_name": "a.json", "num_samples": 7}, {"train": "DATA/a.json", "max_rows": 7}),
     "hub": ({"hf_hub_url": "a/b", "subset": "en", "split": "x"}, {"train": "a/b:en", "split": "x"}),
     "sharegpt": (
         {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "turns"}},
-        {"train": "DATA/a.json", "messages": "turns"},
-    ),
+        {"train": "DATA/a.json", "messages": "turns"}),
     "pair": (
         {"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
-        {"train": "DATA/a.json", "prompt": "q", "completion": "a"},
-    ),
+        {"train": "DATA/a.json", "prompt": "q", "completion": "a"}),
     "preferences": ({"file_name": "a.json", "ranking": True}, {}),
     "damaged": ({"file_name": "a.json", "columns": ["q", "a"], "tags": 3}, {"train": "DATA/a.json"}),
     "unknown": ({}, {"train": "name"}),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", REGISTERED)
