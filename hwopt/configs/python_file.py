@@ -25,8 +25,7 @@ TRL = "BCO|CPO|DPO|GKD|GRPO|KTO|NashMD|OnlineDPO|ORPO|PPO|PRM|Reward|RLOO|SFT|XP
 ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
 PATIENCE = "early_stopping_patience"
-MODEL = re.compile(r"AutoModel|\w*Model|\w+For[A-Z]\w+")
-"""Classes whose `from_pretrained` loads a model."""
+MODEL_LOADED = re.compile(r"(^|\.)(\w*Model|\w+For[A-Z])\w*\.from_pretrained$")
 ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames")
 
 
@@ -37,7 +36,7 @@ def from_python(text: str, name: str) -> SourceFile:
             tree = ast.parse(text)
     except SyntaxError as error:
         raise InputError(f"{name}:{error.lineno or 1}: is not valid Python: {error.msg}") from error
-    except (MemoryError, RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as Python: {first_line(error)}") from error
     script = Script(tree)
     made = [call for call in script.calls if ARGUMENTS.fullmatch(called(call))]
@@ -50,17 +49,11 @@ def from_python(text: str, name: str) -> SourceFile:
     for entry in (*script.assigned(), *chain(*map(script.entries, script.read(made[0])))):
         first.setdefault(entry.path, entry)
     several = f" (the first of {len(made)} calls)" if len(made) > 1 else ""
-    names = dict.fromkeys(called(call) for call in script.read(made[0])[1:])
-    calls = (called(made[0]) + several, *names)
+    calls = (called(made[0]) + several, *dict.fromkeys(called(call) for call in script.read(made[0])[1:]))
     source = SourceFile(name, "Python", tuple(first.values()), calls=calls, keywords=tuple(script.keywords()))
-    return with_comments(source, text, dict(comments(text)))
-
-
-def comments(text: str) -> Iterator[tuple[int, str]]:
-    """Line -> comment."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("#").strip()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {each.start[0]: each.string.lstrip("#").strip() for each in tokens if each.type == tokenize.COMMENT}
+    return with_comments(source, text, comments)
 
 
 def called(call: ast.Call) -> str:
@@ -76,22 +69,21 @@ class Script:
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = nodes = list(ast.walk(tree))
-        found = [node for node in nodes if isinstance(node, ast.Call)]
-        self.calls = sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        self.calls = sorted(
+            (each for each in nodes if isinstance(each, ast.Call)), key=lambda call: (call.lineno, call.col_offset)
+        )
         own = [node for node in nodes if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("transformers")]
         self.own = {alias.asname or alias.name for node in own for alias in node.names}
         self.own |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in found)
+        self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in self.calls)
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.values: dict[str, ast.expr] = {}
         for node in nodes:
-            match node:
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-                ) if bound[name] == 1:
-                    self.values[name] = value
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
+                    self.values[targets[0].id] = node.value
 
     def keywords(self) -> Iterator[tuple[str, str, int]]:
         """(function with its module, keyword, line) of all calls of imported names."""
@@ -179,10 +171,10 @@ class Script:
                     yield from self.entry(("use_cache",), value, target.lineno)
                 case ast.Call() if called(node) in ("enable_input_require_grads", "prepare_model_for_kbit_training"):
                     yield Entry(("input_require_grads",), True, node.lineno)
-                case ast.Import() | ast.ImportFrom() if "peft" in ast.unparse(node).lower() and not self.has_lora:
-                    yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
-                case ast.Call() if "peft" in called(node).lower() and not self.has_lora:
-                    yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
+                case ast.Import() | ast.ImportFrom() | ast.Call() if not self.has_lora:
+                    text = called(node) if isinstance(node, ast.Call) else ast.unparse(node)
+                    if "peft" in text.lower():
+                        yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
 
 
 def adds_adapter(call: ast.Call) -> bool:
@@ -192,5 +184,4 @@ def adds_adapter(call: ast.Call) -> bool:
 
 def loads_model(call: ast.Call) -> bool:
     """Whether it is the `from_pretrained` of a model."""
-    function = ast.unparse(call.func).split(".")
-    return function[-1] == "from_pretrained" and len(function) > 1 and MODEL.match(function[-2]) is not None
+    return MODEL_LOADED.search(ast.unparse(call.func)) is not None

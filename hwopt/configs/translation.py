@@ -64,7 +64,7 @@ def translate(view: View, registry: Registry, kind: str | None = None) -> Transl
     found = Translation(view)
     add_defaults(view)
     found.left += count_in_tokens(view) + without_adapter(view)
-    options = Options(registry)
+    options = Options(registry, found)
     kind = kind or view.value("task", TaskOptions().kind)
     schedule = {word: view.value(word) for word in ("lr_scheduler_type", SCHEDULE_OPTIONS) if word in view}
     for setting in view.settings.values():
@@ -94,7 +94,7 @@ def translate(view: View, registry: Registry, kind: str | None = None) -> Transl
     if len(pair) == 1:
         found.taken.remove(pair[0])
         found.left.append(pair[0].setting.left("data.prompt and data.completion go together"))
-    options.settle(found)
+    options.settle()
     order = list(options.accepted)  # a plan sorts the plugins itself
     found.taken.sort(key=lambda each: order.index(each.key[1]) if each.key[0] == "plugins" else len(order))
     found.left += view.unread
@@ -103,10 +103,8 @@ def translate(view: View, registry: Registry, kind: str | None = None) -> Transl
 
 def count_in_tokens(view: View) -> list[ConfigSetting]:
     """Give the step of a `view` with packing in tokens, and return the settings that count its packed rows."""
-    if not view.is_on("packing"):
-        return []
     rows, length = view.effective_rows, view.number("max_length")
-    if rows is None or length is None:
+    if rows is None or length is None or not view.is_on("packing"):
         return []
     tokens = rows * int(length)
     view.imply("effective_tokens", tokens, view.settings["packing"])
@@ -141,8 +139,8 @@ def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:
 class Options:
     """Collects the options of plugins; each is kept if the plugin accepts it together with the others."""
 
-    def __init__(self, registry: Registry) -> None:
-        self.registry = registry
+    def __init__(self, registry: Registry, found: Translation) -> None:
+        self.registry, self.found = registry, found
         self.asked: list[tuple[ConfigSetting, str, dict[str, Any]]] = []
         self.accepted: dict[str, dict[str, Any]] = {}
         self.sources: dict[tuple[str, str], ConfigSetting] = {}
@@ -159,21 +157,21 @@ class Options:
         self.asked.append((setting, plugin, dict(options)))
         return None
 
-    def settle(self, found: Translation) -> None:
+    def settle(self) -> None:
         """Take every option that its plugin accepts. An option may need one that the file gives later."""
         rest = self.asked
         for _ in self.asked:
-            rest = [each for each in rest if not self.take(*each, found)]
-        found.left += [setting.left(self.problem(plugin, options)) for setting, plugin, options in rest]
+            rest = [each for each in rest if not self.take(*each)]
+        self.found.left += [setting.left(self.problem(plugin, options)) for setting, plugin, options in rest]
 
-    def take(self, setting: ConfigSetting, plugin: str, options: dict[str, Any], found: Translation) -> bool:
+    def take(self, setting: ConfigSetting, plugin: str, options: dict[str, Any]) -> bool:
         if self.problem(plugin, options):
             return False
         self.accepted[plugin] = {**self.accepted.get(plugin, {}), **options}
         note = NOTES.get((setting.word, setting.value), "") if isinstance(setting.value, str | bool) else ""
         for option, value in options.items():
             self.sources[plugin, option] = setting
-            found.taken.append(Taken(setting, ("plugins", plugin, option), value, note))
+            self.found.taken.append(Taken(setting, ("plugins", plugin, option), value, note))
         return True
 
     def problem(self, plugin: str, options: dict[str, Any]) -> str:

@@ -37,7 +37,6 @@ class CheckReport:
     card: str
     """The card and where it comes from."""
     findings: tuple[Finding, ...]
-    """With level, rule, place and key."""
     unread: tuple[str, ...] = ()
     """Keys that no rule can read."""
     rules: int = 0
@@ -134,7 +133,7 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
         applied += 1
         with plugin_guard(f"rule {rule.name!r}", "the rule"):
             found += [reported(rule, finding, view) for finding in rule.function(view, facts)]
-    found.sort(key=lambda each: (LEVELS.index(each.level or "error"), line_number(each.place)))
+    found.sort(key=lambda each: (LEVELS.index(each.level or "error"), len(each.place), each.place))
     unread = tuple(each.key for each in view.unread_as("unknown"))
     needs = tuple(f"{', '.join(names)}: needs {need}" for need, names in waiting.items())
     return CheckReport(view.source.name, TOOL_NAMES[view.tool], view.recognised_by, card, tuple(found), unread, applied, needs)
@@ -147,11 +146,6 @@ def reported(rule: Rule, finding: Finding, view: View) -> Finding:
     return replace(
         finding, rule=rule.name, level=finding.level or rule.level, place=finding.place or place, key=finding.key or key
     )
-
-
-def line_number(place: str) -> int:
-    found = re.search(r":(\d+)$", place)
-    return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True)
@@ -184,18 +178,14 @@ def card_hardware(given: Given, inputs: Inputs, own: Card | None) -> tuple[Hardw
         return of_card(profile.card, given.card), f"{given.card}, by --card ({profile.name})"
     if given.profile is not None:
         profile = inputs.profile(given.profile)
-        hardware = of_card(profile.card, profile.name)
-        return hardware, f"{hardware.name}, by --profile {profile.name}"
+        return (hardware := of_card(profile.card, profile.name)), f"{hardware.name}, by --profile {profile.name}"
     if own is not None and own.capability is not None and own.memory_gib is not None:
-        hardware = of_card(own, "card")
-        return hardware, f"{hardware.name}, by the file"
+        return (hardware := of_card(own, "card")), f"{hardware.name}, by the file"
     from hwopt.hardware.detect import detect  # imports torch, which takes seconds
     from hwopt.system.ranks import local_rank
 
     machine = detect(local_rank(os.environ))
-    if machine.device_type == "cuda":
-        return machine, f"{machine.name}, of this machine"
-    return machine, "none"
+    return machine, f"{machine.name}, of this machine" if machine.device_type == "cuda" else "none"
 
 
 def of_card(card: Card, name: str) -> Hardware:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hwopt.configs.view import Tool, View
 from hwopt.hardware.device import Hardware
@@ -97,38 +96,6 @@ def rule(
     """Decorator: a Rule of the function, which `about` describes by the first line of its docstring."""
 
     def made(function: RuleFunction) -> Rule:
-        about = (function.__doc__ or "").strip().partition("\n")[0]
-        return Rule(name, level, about, source, function, words, needs, tools)
+        return Rule(name, level, (function.__doc__ or "").strip().partition("\n")[0], source, function, words, needs, tools)
 
     return made
-
-
-def combination(
-    name: str,
-    level: Level,
-    settings: Mapping[str, Any],
-    what: str,
-    why: str,
-    *,
-    source: str,
-    fix: str | Mapping[str, Any] = "",
-    tools: tuple[Tool, ...] = (),
-) -> Rule:
-    """A Rule about settings that are wrong together; the finding is about the first one.
-
-    `settings`: word -> its value, or a function that tests the value (None: the file does not give it). A word in braces in
-    `what` and `fix` is replaced by the key of the file. A mapping as `fix` gives settings to write.
-    """
-    word = next(iter(settings))
-
-    def function(view: View, facts: Facts) -> Iterator[Finding]:
-        if all(view.meets(each, expected) for each, expected in settings.items()):
-            lines = view.lines(fix) if isinstance(fix, Mapping) else keyed(fix, view.spelled)
-            yield Finding(word, keyed(what, view.spelled), why, lines)
-
-    return Rule(name, level, keyed(what, str), source, function, (word,), (), tools)
-
-
-def keyed(text: str, spelled: Callable[[str], str]) -> str:
-    """`text` with each word in braces as its key."""
-    return re.sub(r"\{([\w.]+)\}", lambda found: spelled(found[1]), text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from operator import not_
 from typing import Any, NamedTuple
 
-from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, combination, rule
+from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, rule
 from hwopt.configs.view import View, is_number
 
 FLASH = ("flash_attention_2", "flash_attention_3")
@@ -28,6 +29,29 @@ def fraction(value: Any) -> bool:
 
 def is_half(value: Any) -> bool:
     return str(value).removeprefix("torch.") in ("float16", "fp16", "half")
+
+
+def keyed(text: str, spelled: Callable[[str], str]) -> str:
+    """`text` with each word in braces as its key."""
+    return re.sub(r"\{([\w.]+)\}", lambda found: spelled(found[1]), text)
+
+
+def combination(
+    name: str, level: Level, settings: Mapping[str, Any], what: str, why: str, *, source: str, fix: Any = "", tools: Any = ()
+) -> Rule:
+    """A Rule about settings that are wrong together; the finding is about the first one.
+
+    `settings`: word -> its value, or a function that tests the value (None: the file does not give it). A word in braces in
+    `what` and `fix` is replaced by the key of the file. A mapping as `fix` gives settings to write.
+    """
+    word = next(iter(settings))
+
+    def function(view: View, facts: Facts) -> Iterator[Finding]:
+        if all(view.meets(each, expected) for each, expected in settings.items()):
+            lines = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix)
+            yield Finding(word, keyed(what, view.spelled), why, lines)
+
+    return Rule(name, level, keyed(what, str), source, function, (word,), (), tools)
 
 
 # the conditions of a rule on one line, then the mistake, its effect and the source
