@@ -8,11 +8,8 @@ https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hwopt.configs.launchers import ACCELERATE, DEEPSPEED, NOTHING, Dialect, Special
 from hwopt.configs.source_file import Entry
@@ -22,15 +19,13 @@ from hwopt.data.sources.messages import SHAREGPT_ROLES
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 """LLaMA-Factory's name of a column -> the name that hwopt recognises."""
+# fmt: off
 TAGS = {
-    "role_tag": ("from", "role"),
-    "content_tag": ("value", "content"),
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant"),
-    "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call",),
-    "system_tag": ("system",),
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",), "system_tag": ("system",),
 }
+# fmt: on
 """LLaMA-Factory's name of a word in messages -> the words that hwopt reads."""
 WORDS = {"split": "dataset_train_split", "num_samples": "max_train_samples"}
 NAMES = "columns that hwopt does not recognise under these names; data.prompt and data.completion name a pair without input"
@@ -45,43 +40,37 @@ def folder_of(view: View) -> Path:
 def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
     """Set `word` to the file or the hub name of the data set `name`, and its columns; to `name` itself if none is registered."""
     folder = folder_of(view)
-    listed: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        listed = json.loads((folder / "dataset_info.json").read_text("utf-8"))
-    known = listed.get(name) if isinstance(listed, Mapping) else None
-    if not isinstance(known, Mapping):
+    try:
+        known = json.loads((folder / "dataset_info.json").read_text("utf-8"))[name]
+    except (OSError, ValueError, LookupError, TypeError):
         view.add(word, entry, name)
         return
-    path = folder / str(known["file_name"]) if "file_name" in known else known.get("hf_hub_url")
+    path = folder / known["file_name"] if "file_name" in known else known.get("hf_hub_url")
     if path is None or known.get("ranking"):
         why = "preferences; train them with a trainer of TRL and hwopt.optimized" if known.get("ranking") else "has no file"
         view.leave(entry, f"{folder / 'dataset_info.json'}: {why}")
         return
-    subset = f":{known['subset']}" if "subset" in known else ""
-    view.add(word, entry, f"{path}{subset}")
-    if word != "train_file":
-        return
-    for key, value in known.items():
+    view.add(word, entry, f"{path}:{known['subset']}" if "subset" in known else str(path))
+    for key, value in known.items() if word == "train_file" else ():
         part = replace(entry, path=(*entry.path, key), value=value)
+        named = value if isinstance(value, dict) else {}
+        sharegpt = known.get("formatting") == "sharegpt"
+        wrong: dict[str, str] = {}
         if key in WORDS:
             view.add(WORDS[key], part)
-        elif key in ("columns", "tags") and not isinstance(value, Mapping):
-            view.leave(part, "expected names by their meaning")
-        elif key == "columns" and known.get("formatting") == "sharegpt":
-            view.add("messages_column", part, value.get("messages", "conversations"))
-            for each, column in value.items():
-                if each != "messages" and column != each:
-                    view.leave(replace(part, path=(*part.path, each), value=column), f"rename the column to {each!r}")
         elif key == "tags":
-            for each, tag in value.items():
-                if tag not in TAGS.get(each, ()):
-                    view.leave(replace(part, path=(*part.path, each), value=tag), "rename it to a word of ShareGPT or OpenAI")
-        elif key == "columns" and any(ALPACA_COLUMNS.get(each) != column for each, column in value.items()):
-            if value.keys() == {"prompt", "response"}:
-                view.add("prompt_column", part, value["prompt"])
-                view.add("completion_column", part, value["response"])
+            wrong = {each: "rename it to a word of ShareGPT or OpenAI" for each in named if named[each] not in TAGS.get(each, ())}
+        elif key == "columns" and sharegpt:
+            view.add("messages_column", part, named.get("messages", "conversations"))
+            wrong = {each: f"rename the column to {each!r}" for each in named if each not in ("messages", named[each])}
+        elif key == "columns" and any(ALPACA_COLUMNS.get(each) != column for each, column in named.items()):
+            if named.keys() == {"prompt", "response"}:
+                view.add("prompt_column", part, named["prompt"])
+                view.add("completion_column", part, named["response"])
             else:
                 view.leave(part, NAMES)
+        for each, reason in wrong.items():
+            view.leave(replace(part, path=(*part.path, each), value=named[each]), reason)
 
 
 IS_OFF = {False: ignored("is off")}
@@ -125,12 +114,8 @@ def prompt_type(view: View, entry: Entry) -> None:
 
 def chat_words(view: View, entry: Entry) -> None:
     """List the data set's names for roles and messages; hwopt reads those of OpenAI and ShareGPT."""
-    last = entry.path[-1].removeprefix("message_field_")
-    words = [
-        (meaning, str(word))
-        for meaning, found in (entry.value if isinstance(entry.value, dict) else {last: entry.value}).items()
-        for word in (found if isinstance(found, list) else [found])
-    ]
+    given = entry.value if isinstance(entry.value, dict) else {entry.path[-1].removeprefix("message_field_"): entry.value}
+    words = [(meaning, str(word)) for meaning, found in given.items() for word in (found if isinstance(found, list) else [found])]
     if other := [word for meaning, word in words if CHAT_WORDS.get(word) != meaning]:
         view.leave(entry, f"rename {', '.join(other)} to a word of OpenAI or ShareGPT")
     else:

@@ -17,17 +17,14 @@ from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
 JobValue = tuple[tuple[str, str], Any]
 """(table, key) of a job, and the value."""
 ANSWERS = "hwopt trains the answers of conversations only"
+# fmt: off
 REASONS = {
-    "do_train": "`hwopt run` trains",
-    "do_eval": "a run evaluates if the job names data for it",
-    "do_predict": "`hwopt predict` predicts",
-    **dict.fromkeys(("report_to", "logging_dir"), "the run folder has the metrics"),
-    "save_safetensors": "hwopt writes safetensors always",
-    "remove_unused_columns": "the job names its columns",
+    "do_train": "`hwopt run` trains", "do_eval": "a run evaluates if the job names data for it",
+    "do_predict": "`hwopt predict` predicts", **dict.fromkeys(("report_to", "logging_dir"), "the run folder has the metrics"),
+    "save_safetensors": "hwopt writes safetensors always", "remove_unused_columns": "the job names its columns",
     **dict.fromkeys(("fp16_backend", "half_precision_backend"), "torch's native AMP is the only one"),
     "num_processes": "give --processes N; the rows of a step are counted over all ranks",
-    "num_machines": "the launcher's command line says it",
-    "distributed_type": "the plugins of the profile choose the engine",
+    "num_machines": "the launcher's command line says it", "distributed_type": "the plugins of the profile choose the engine",
     "torch_compile_backend": "hwopt compiles with inductor",
     "gradient_checkpointing_kwargs.use_reentrant": "hwopt's checkpointing is never reentrant",
     "logging_nan_inf_filter": "training.on_nonfinite says what follows a loss that is not finite",
@@ -42,12 +39,10 @@ REASONS = {
     "save_only_model": "checkpoints are for resuming; final/ has the model alone",
     "ignore_data_skip": "a resumed run continues at its next batch without skipping",
     "dataset_num_proc": "hwopt tokenizes once and keeps the result in its cache",
-    "packing_strategy": "hwopt's pack never cuts a sample",
-    "eval_packing": "hwopt packs training batches only",
+    "packing_strategy": "hwopt's pack never cuts a sample", "eval_packing": "hwopt packs training batches only",
     "use_cache": "a cache is for generation; hwopt's training has none",
 }
 """Word -> why it is left out on purpose."""
-# fmt: off
 BY_VALUE: Mapping[str, Mapping[Any, JobValue | Omitted]] = {
     "eval_strategy": {
         "epoch": ignored("hwopt evaluates at the end of each epoch by default"), "steps": ignored("training.eval_steps says it"),

@@ -17,22 +17,19 @@ from hwopt.system.paths import read_regular_file
 from hwopt.text import truncate
 
 NEUTRAL = frozenset({"", "0", "no", "false", "none"})
+# fmt: off
 ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin", "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin", "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 """Variable of Accelerate's launcher that asks for an engine -> the argument of `Accelerator` that selects the engine."""
 AGAIN = "Change one of them, or write the file again: hwopt export --to"
 FSDP_DEFAULTS = {
-    "FSDP_VERSION": "1",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 """What the launcher sets with a bare `--use_fsdp`. For DeepSpeed it sets only what the user gives."""
+# fmt: on
 MAX_BYTES = 1_000_000
 """Maximum size of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
