@@ -31,15 +31,10 @@ WORDS = {"split": "dataset_train_split", "num_samples": "max_train_samples"}
 NAMES = "columns that hwopt does not recognise under these names; data.prompt and data.completion name a pair without input"
 
 
-def folder_of(view: View) -> Path:
-    """The folder that `dataset_dir` names: from the working directory, as LLaMA-Factory takes it, else from the file's folder."""
-    given = next((str(entry.value) for entry in view.source.entries if entry.key == "dataset_dir"), "data")
-    return next((path for path in (Path(given), Path(view.source.name).parent / given) if path.is_dir()), Path(given))
-
-
 def add_registered(view: View, word: str, entry: Entry, name: str) -> None:
     """Set `word` to the file or the hub name of the data set `name`, and its columns; to `name` itself if none is registered."""
-    folder = folder_of(view)
+    given = Path(str(view.source.values.get("dataset_dir", "data")))  # from the working directory, or from the file's folder
+    folder = next((path for path in (given, Path(view.source.name).parent / given) if path.is_dir()), given)
     try:
         known = json.loads((folder / "dataset_info.json").read_text("utf-8"))[name]
     except (OSError, ValueError, LookupError, TypeError):
@@ -87,7 +82,7 @@ PROMPTS = {
     "chat_template": ignored("hwopt renders conversations with the chat template"),
     "completion": ignored("hwopt trains all tokens of a text column"),
 }
-"""Type of a data set -> what becomes of it."""
+OTHER_PROMPT = without("a prompt format of axolotl; hwopt reads chats, pairs and texts")
 CHAT_WORDS = {**SHAREGPT_ROLES, "from": "role", "role": "role", "value": "content", "content": "content"}
 """A role, or a key of a message -> what it means."""
 
@@ -106,10 +101,6 @@ def data_sets(view: View, entry: Entry) -> None:
                 view.leave(part, f"the data is {source}", "other")
             else:
                 AXOLOTL.take(view, part)
-
-
-def prompt_type(view: View, entry: Entry) -> None:
-    view.leave(entry, *PROMPTS.get(str(entry.value), without("a prompt format of axolotl; hwopt reads chats, pairs and texts")))
 
 
 def chat_words(view: View, entry: Entry) -> None:
@@ -159,7 +150,8 @@ AXOLOTL = Dialect(
         **{f"peft_{word}": word for word in names("use_dora use_rslora init_lora_weights layers_to_transform")},
         "liger_fused_linear_cross_entropy": "use_liger_kernel",
         **{f"{key}_attention": ("attn_implementation", {True: name, **IS_OFF}) for key, name in ATTENTION.items()},
-        "datasets": data_sets, "datasets.0.path": "train_file", "datasets.0.type": prompt_type,
+        "datasets": data_sets, "datasets.0.path": "train_file",
+        "datasets.0.type": lambda view, entry: view.leave(entry, *PROMPTS.get(str(entry.value), OTHER_PROMPT)),
         "datasets.0.split": ("dataset_train_split", {"train": ignored("the default of hwopt too")}),
         "datasets.0.field": "text_column", "datasets.0.field_messages": "messages_column",
         "datasets.0.roles_to_train": "roles_to_train",

@@ -157,7 +157,6 @@ def new_document(translation: Translation, what: str, comments: Iterable[str] = 
 
 
 def table_of(options: Iterable[Taken]) -> Table:
-    """A table with the keys of `options` and the comments that they had."""
     table = tomlkit.table()
     for taken in options:
         setting, value = taken.setting, inline(taken.value)

@@ -39,7 +39,6 @@ class Dialect:
     """Called after the last entry."""
 
     def read(self, source: SourceFile, recognised_by: str) -> View:
-        """The view of a file of this tool."""
         view = View(source, self.tool, recognised_by, self.spelling)
         for entry in source.entries:
             self.take(view, entry)
@@ -65,7 +64,6 @@ class Dialect:
                 view.add(word, entry, value)
 
     def spelling(self, word: str) -> str:
-        """The tool's key for `word`."""
         return next((key for key, found in self.keys.items() if found == word), word)
 
 

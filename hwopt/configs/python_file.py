@@ -101,7 +101,9 @@ class Script:
     def read(self, arguments: ast.Call) -> list[ast.Call]:
         """The calls whose keywords are read."""
         parts = set(PARTS) - ({PARTS[2]} & self.own)  # many scripts have a callback of that name with other arguments
-        return [arguments, *(call for call in self.calls if called(call) in parts or loads_model(call) or adds_adapter(call))]
+        loads = MODEL_LOADED.search
+        others = (each for each in self.calls if called(each) in parts or loads(ast.unparse(each.func)) or adds_adapter(each))
+        return [arguments, *others]
 
     def entries(self, call: ast.Call) -> Iterator[Entry]:
         """The arguments of `call`; those of other calls than the main one with its name in front."""
@@ -180,8 +182,3 @@ class Script:
 def adds_adapter(call: ast.Call) -> bool:
     """Whether it is Unsloth's `get_peft_model`, which takes the arguments of LoraConfig; PEFT's takes a LoraConfig."""
     return called(call) == "get_peft_model" and any(keyword.arg == "r" for keyword in call.keywords)
-
-
-def loads_model(call: ast.Call) -> bool:
-    """Whether it is the `from_pretrained` of a model."""
-    return MODEL_LOADED.search(ast.unparse(call.func)) is not None

@@ -132,7 +132,6 @@ def spelled(word: str, source: SourceFile) -> str:
 
 
 JOB_WORDS = {key: word for word in ARGUMENTS if (key := job_key(word))}
-"""(table, key) of a job -> its word."""
 ALIAS = re.compile(r"plugins\.([\w-]+)\.(\w+)(?: = (.+))?")
 Found = dict[str, tuple[Any, tuple[str, ...]]]
 """Word -> its value and the key that gives it."""
@@ -190,7 +189,6 @@ def words_of_options(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
 
 
 def key_of(word: str) -> str:
-    """The key of hwopt for `word`."""
     if alias := plugin_aliases().get(word):
         return alias.split(" ")[0]
     if (key := job_key(word)) is not None:

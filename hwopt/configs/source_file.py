@@ -33,17 +33,12 @@ NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """A key with a value that is not a table."""
-
     path: tuple[str, ...]
     value: Any
     line: int
     place: str = ""
-    """File and line."""
     comment: str = ""
-    """The comment behind the value, without "#"."""
     above: tuple[str, ...] = ()
-    """The comment lines directly above."""
     below: tuple[str, ...] = ()
     """The comment lines directly below, if no other key follows them."""
     interpolated: bool = False
@@ -56,7 +51,6 @@ class Entry:
 
     @property
     def comments(self) -> tuple[str, ...]:
-        """From top to bottom."""
         return (*self.above, *([self.comment] if self.comment else []), *self.below)
 
 
@@ -70,7 +64,6 @@ class SourceFile:
     replaced: tuple[Entry, ...] = ()
     """Entries that a later line with the same key replaces."""
     loose: tuple[str, ...] = ()
-    """Comment lines that belong to no entry."""
     calls: tuple[str, ...] = ()
     """Of a script: the calls that were read, such as "TrainingArguments"."""
     keywords: tuple[tuple[str, str, int], ...] = ()
@@ -78,7 +71,6 @@ class SourceFile:
 
     @property
     def top(self) -> frozenset[str]:
-        """The keys of the outermost table."""
         return frozenset(entry.path[0] for entry in self.entries)
 
     @property
@@ -218,7 +210,6 @@ class Walk:
                 self.entries[path] = Entry(path, found, line, interpolated=isinstance(found, str) and "${" in found)
 
     def plain(self, node: yaml.Node) -> Any:
-        """The value of `node` in Python's types."""
         self.count(node)
         if isinstance(node, yaml.SequenceNode):
             return [self.plain(each) for each in node.value]

@@ -25,8 +25,6 @@ from hwopt.text import first_line, listing, truncate
 
 @dataclass(frozen=True)
 class Taken:
-    """A setting in its new place."""
-
     setting: ConfigSetting
     key: tuple[str, ...]
     """("plugins", NAME, OPTION) of the profile, or (TABLE, KEY) of the job."""

@@ -37,7 +37,6 @@ class ConfigSetting(Entry):
     kind: Kind = "taken"
 
     def left(self, reason: str, kind: Kind = "unknown") -> ConfigSetting:
-        """The same setting, not taken over."""
         return replace(self, reason=reason, kind=kind)
 
     @property
@@ -47,8 +46,6 @@ class ConfigSetting(Entry):
 
 
 class Omitted(NamedTuple):
-    """Why a value is in no file."""
-
     reason: str
     kind: Kind
 
@@ -75,12 +72,10 @@ class View:
     tool: Tool
     recognised_by: str
     spelling: Callable[[str], str] = str
-    """word -> the key of this tool."""
     settings: dict[str, ConfigSetting] = field(default_factory=dict)
     unread: list[ConfigSetting] = field(default_factory=list)
 
     HALF = ("fp16", "bf16", "pure_bf16", "mixed_precision")
-    """Words that turn on half precision."""
 
     def __post_init__(self) -> None:
         for entry in self.source.replaced:
@@ -122,7 +117,6 @@ class View:
         self.settings.setdefault(word, ConfigSetting(by.path, value, by.line, by.place, word=word))
 
     def leave(self, entry: Entry, reason: str, kind: Kind = "unknown", word: str = "") -> None:
-        """List `entry` as unread."""
         if entry.interpolated:
             kind, reason = "interpolation", "refers to another value, which only the program that reads the file knows"
         self.unread.append(ConfigSetting(**vars(entry), word=word, reason=reason, kind=kind))
@@ -170,7 +164,6 @@ class View:
         return found.key if found else self.spelling(word)
 
     def line(self, word: str, value: Any) -> str:
-        """The setting `word` = `value` as a line of this file."""
         key = self.spelled(word)
         if self.source.language == "Python":
             return f"{key}={value!r}"
@@ -180,7 +173,6 @@ class View:
         return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.source.language]
 
     def lines(self, values: Mapping[str, Any]) -> str:
-        """Several settings: word -> value, joined by "and"."""
         return " and ".join(self.line(word, value) for word, value in values.items())
 
     def half_precision(self, dtype: str, word: str) -> str:

@@ -15,7 +15,6 @@ from hwopt.text import truncate
 
 
 def names(text: str) -> frozenset[str]:
-    """The words of `text`."""
     return frozenset(text.split())
 
 
@@ -105,7 +104,6 @@ DEPRECATED_NAMES = {f"gradient_checkpointing{end}": Former(f"activation_checkpoi
 """Names that transformers 5 has under another name too."""
 
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
-"""Every word."""
 SCHEDULE_OPTIONS = "lr_scheduler_kwargs"
 """The word with the options of the schedule, of which a file may give each by itself."""
 FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1", "unsloth"), True) | dict.fromkeys(("false", "no", "off", "0"), False)

@@ -116,7 +116,6 @@ def exports_of(plan: Plan) -> dict[str, Any]:
 
 
 def launcher_yaml(config: Mapping[str, Any], profile: str) -> str:
-    """`config` as YAML, with a comment on how to use it."""
     lines = [
         f"# Profile {profile}. Start with the same job, --profile and --set as at the export:",
         "#   accelerate launch --config_file FILE -m hwopt run JOB --profile PROFILE",

@@ -34,32 +34,31 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
     fields -= {"gradient_checkpointing"} - {checkpointing}  # two names for one argument since transformers 5.23
     values, lines = plugin_words(plan, fields)
-    chat = False
+    kwargs = plan.recipe.model_kwargs
+    plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
+    model, chat = f"model_kwargs = {pformat(plain, width=80)}  # for from_pretrained\n", False
     if to == "trl":
+        model, values = "", values | ({"model_init_kwargs": plain} if plain else {})
         try:
             chat = has_conversations(plan.job)
         except HwoptError as error:
             lines.append(f"left out assistant_only_loss, which conversations need: the columns cannot be read here: {error}")
-    given = {"output_dir": "out"} | dict(training_words(plan, fields, chat)) | values
-    if to == "trl":  # SFTConfig turns both on by itself
-        given = {"bf16": False, checkpointing: False} | given
-    kwargs = plan.recipe.model_kwargs
-    plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
+        if not plan.context.task.decoder:
+            lines.append(
+                f"left out task.kind = {plan.job.task.kind!r}: SFTConfig is for causal language models; see --to trainer"
+            )
+    off = {"bf16": False, checkpointing: False} if to == "trl" else {}  # SFTConfig turns both on by itself
+    given = off | {"output_dir": "out"} | dict(training_words(plan, fields, chat)) | values
     lines += [f"left out {key} of from_pretrained: {value!r}" for key, value in kwargs.items() if key not in plain]
     lines += left_out(plan, given)
-    if to == "trl" and not plan.context.task.decoder:
-        lines.append(f"left out task.kind = {plan.job.task.kind!r}: SFTConfig is for causal language models; see --to trainer")
-    if to == "trl" and plain:
-        given["model_init_kwargs"] = plain
     arguments = "".join(f"    {key}={pformat(value, width=80)},\n" for key, value in given.items())
-    model = "" if to == "trl" else f"model_kwargs = {pformat(plain, width=80)}  # for from_pretrained\n"
-    return (
-        f"{heading(plan, f'{name} for', to, lines)}\nfrom {package} import {name}\n\narguments = {name}(\n{arguments})\n{model}"
-    )
+    top = heading(plan, f"{name} for", to, lines)
+    return f"{top}\nfrom {package} import {name}\n\narguments = {name}(\n{arguments})\n{model}"
 
 
-SAMPLES: tuple[str, ...] = ("prompt", "completion", "messages", "chat_template", "assistant_turns", "blocks", "augmentation")
-SAMPLES += ("max_rows", "eval_fraction", "more_eval", "max_length")
+SAMPLES = (
+    "prompt completion messages chat_template assistant_turns blocks augmentation max_rows eval_fraction more_eval max_length"
+)
 """Keys of [data] that change what is trained. The user's own code loads the data."""
 
 
@@ -72,7 +71,7 @@ def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
             yield f"left out task.{key}: no argument says it. The loss differs, unless your compute_loss_func does the same"
     if plan.job.model.chooses_weights:
         yield "left out model.freeze and model.train_only: set requires_grad of your model's parameters"
-    for key in SAMPLES:
+    for key in SAMPLES.split():
         if key in data.model_fields_set and said.get(key, key) not in given:
             yield f"left out data.{key} = {getattr(data, key)!r}: for your code that loads the data"
     if (patience := plan.training.early_stopping_patience) is not None:
@@ -177,7 +176,7 @@ def has_conversations(job: Job) -> bool:
 
 def training_words(plan: Plan, fields: Iterable[str], chat: bool = False) -> Iterator[tuple[str, Any]]:
     """The job's hyperparameters, in the arguments `fields`. `chat`: only the answers of conversations are trained."""
-    training = plan.training
+    training, data = plan.training, plan.job.data
     values = training.model_dump(exclude_none=True)
     if training.max_steps is not None:
         del values["num_train_epochs"]
@@ -190,12 +189,11 @@ def training_words(plan: Plan, fields: Iterable[str], chat: bool = False) -> Ite
     if "warmup_ratio" in values and "warmup_ratio" not in fields:
         values["warmup_steps"] = values.pop("warmup_ratio")  # a share of the steps since transformers 5
     values |= {STEPS[word]: "steps" for word in STEPS if word in values}
-    if plan.job.data.eval is not None:
-        values |= {"per_device_eval_batch_size": plan.batch.eval_rows(plan.job.data.max_length or 1)}
+    if data.eval is not None:
+        values["per_device_eval_batch_size"] = plan.batch.eval_rows(data.max_length or 1)
         values.setdefault("eval_strategy", "epoch")
     if smoothing := plan.job.task.label_smoothing:
         values["label_smoothing_factor"] = smoothing
-    data = plan.job.data
     values["max_length"] = data.max_length  # None too: SFTConfig would truncate at 1,024
     if data.blocks:
         values |= {"packing": True, "packing_strategy": "wrapped"}

@@ -31,7 +31,6 @@ FSDP_DEFAULTS = {
 """What the launcher sets with a bare `--use_fsdp`. For DeepSpeed it sets only what the user gives."""
 # fmt: on
 MAX_BYTES = 1_000_000
-"""Maximum size of DeepSpeed's JSON."""
 PRINTS_ONLY = ("steps_per_print", "wall_clock_breakdown", "dump_state")
 """Keys of DeepSpeed's JSON that change only its output."""
 

@@ -8,6 +8,7 @@ the count of the whole step is the same whatever the split.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -19,11 +20,8 @@ from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
 from hwopt.training.optimizer import warmup_steps
 
-WORDS = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "tf32"),
-    *("optim", "gradient_checkpointing", "torch_compile"),
-)
-"""The arguments that the script has code for."""
+WORDS: tuple[str, ...] = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "tf32", "optim")
+WORDS += ("gradient_checkpointing", "torch_compile")
 OPEN = 'with open(TRAIN, encoding="utf-8-sig", newline="") as file:\n    rows = '
 READERS = {
     ".csv": OPEN + "list(csv.DictReader(file))",
@@ -53,21 +51,14 @@ def script_file(plan: Plan, cache: Path) -> str:
     words, lines = plugin_words(plan, WORDS)
     lines += [NOT_HERE, "Losses equal those of `hwopt run` where the model has no dropout, whose random numbers differ."]
     share = f"ceil({training.warmup_ratio or 0} * total_steps)"
-    environment = Environment(
-        loader=PackageLoader("hwopt", "export"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    layout: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=PackageLoader("hwopt", "export"), undefined=StrictUndefined, **layout)
     environment.filters["repr"] = repr
     return environment.get_template("script.jinja").render(
         heading=heading(plan, "Training of", "script", lines),
         reader=READERS[Path(str(job.data.train)).suffix.lower()],
-        auto_class=task.facts.auto_class,
-        causal=task.facts.decoder,
+        task=task.facts,
         job=job,
-        data=job.data,
         training=training,
         batch=plan.batch,
         prepared=prepared,
@@ -75,7 +66,6 @@ def script_file(plan: Plan, cache: Path) -> str:
         model_kwargs=model_kwargs(plan),
         warmup=share if training.warmup_steps is None else warmup_steps(training, 0),
         schedule_options=dict(training.lr_scheduler_kwargs),
-        smoothing=job.task.label_smoothing,
     )
 
 
@@ -105,10 +95,7 @@ def refuse_unsupported(plan: Plan) -> None:
 
 def model_kwargs(plan: Plan) -> dict[str, str]:
     """The keywords of from_pretrained as code; values of other types are in the list at the top of the script."""
-    found = {"dtype": "torch.float32"}
-    for key, value in plan.recipe.model_kwargs.items():
-        if isinstance(value, str | int | float | bool):
-            found[key] = repr(value)
-        elif str(value).startswith("torch."):
-            found[key] = str(value)
-    return found
+    given = plan.recipe.model_kwargs.items()
+    plain = {key: repr(value) for key, value in given if isinstance(value, str | int | float)}
+    types = {key: str(value) for key, value in given if str(value).startswith("torch.")}
+    return {"dtype": "torch.float32"} | plain | types

@@ -32,15 +32,12 @@ RULE_GROUP = "hwopt.rules"
 class CheckReport:
     file: str
     format: str
-    """The tool that the file belongs to."""
     recognised_by: str
     card: str
     """The card and where it comes from."""
     findings: tuple[Finding, ...]
     unread: tuple[str, ...] = ()
-    """Keys that no rule can read."""
     rules: int = 0
-    """How many rules were applied."""
     waiting: tuple[str, ...] = ()
     """Rules that were not applied, with what they need."""
 
@@ -140,7 +137,6 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
 
 
 def reported(rule: Rule, finding: Finding, view: View) -> Finding:
-    """`finding` with what the rule left open."""
     setting = view.settings.get(finding.word)
     place, key = (setting.place, setting.key) if setting else (view.source.name, "")
     return replace(

@@ -27,11 +27,8 @@ class Facts:
     """What a configuration does not say and a rule may need. None: unknown."""
 
     hardware: Hardware | None = None
-    """The card that the configuration is for."""
     cores: int | None = None
-    """CPU cores of the machine that trains."""
     rows: int | None = None
-    """Rows of the training data."""
     parameters: float | None = None
     max_length: int | None = None
     """Tokens of the longest sample."""
@@ -70,9 +67,7 @@ class Rule:
     name: str
     level: Level
     about: str
-    """One line: the mistake."""
     source: str
-    """The page, issue or paper behind it."""
     function: RuleFunction
     words: tuple[str, ...] = ()
     """The rule is asked only if the file has one of these settings; (): always."""

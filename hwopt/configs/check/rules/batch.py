@@ -25,7 +25,6 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 (Hu et al. 2022: 2e-4), and the factor beyond which a rate is far from it."""
 
 PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
-"""Keys of files that train preferences or rewards."""
 SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b", re.IGNORECASE)
 """Names of language models below 1 B parameters: SmolLM-360M is fine-tuned with 1e-3."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}

@@ -127,7 +127,6 @@ def saving_needless(view: View, facts: Facts) -> Iterator[Finding]:
 
 
 def is_small(optimizer: str) -> bool:
-    """Whether the optimizer has quantized or paged states."""
     return any(part in optimizer for part in ("8bit", "4bit", "paged"))
 
 

@@ -27,10 +27,6 @@ def fraction(value: Any) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
-def is_half(value: Any) -> bool:
-    return str(value).removeprefix("torch.") in ("float16", "fp16", "half")
-
-
 def keyed(text: str, spelled: Callable[[str], str]) -> str:
     """`text` with each word in braces as its key."""
     return re.sub(r"\{([\w.]+)\}", lambda found: spelled(found[1]), text)
@@ -85,8 +81,9 @@ COMBINATIONS = (
         why="The weights stay in fp32 under autocast (O1). Version 5 of transformers has no such name.",
         source="transformers, fp16_opt_level; notes.md#rtx-3070-64-rows"),
     combination(
-        "fp16-weights", "error", {"torch_dtype": is_half, "fp16": True, "use_peft": not_}, tools=TRAINERS,
-        fix={"torch_dtype": "float32"},
+        "fp16-weights", "error",
+        {"torch_dtype": lambda dtype: re.fullmatch(r"(torch\.)?(float16|fp16|half)", str(dtype)), "fp16": True, "use_peft": not_},
+        tools=TRAINERS, fix={"torch_dtype": "float32"},
         what="{torch_dtype} is fp16 beside {fp16} = true.",
         why='The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
         source="torch, GradScaler: Attempting to unscale FP16 gradients"),
@@ -180,8 +177,6 @@ COMBINATIONS = (
 
 
 class Range(NamedTuple):
-    """The values that a word may have."""
-
     holds: Callable[[float], bool]
     text: str
     why: str
