@@ -24,13 +24,9 @@ from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import path_kind, write_text, writing
 from hwopt.text import cut, truncate
 
-BERT_BASE = {"model_type": "bert"}
-"""The defaults of transformers' BertConfig are BERT-base."""
 NO_MODEL = 'The file names no model. This is BERT-base with random weights, to plan with: give name = "…" before a run'
 NO_DATA = "The file names no data: give a file or a hub name before a run"
 JOB_TABLES = ("model", "task", "data", "training")
-LEFT = {False: "Without an equivalent in hwopt:", True: "Left out on purpose:"}
-"""Whether a key is left out on purpose -> the title of the list."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +37,17 @@ class Imported:
     job: str
     translation: Translation
     missing: tuple[str, ...]
-    """Keys of the job that the file does not give and that were filled with a placeholder."""
+    """Keys of the job that have a placeholder."""
 
     def summary(self, folder: Path) -> Iterator[tuple[str, list[str]]]:
         """Titles with lines: what was written, what is to be filled in, what changes, and what has no equivalent."""
         view, taken = self.translation.view, self.translation.taken
         job, profile = folder / "job.toml", folder / "profile.toml"
-        keys = "1 setting" if len(taken) == 1 else f"{len(taken)} settings"
+        keys = f"{len(taken)} setting{'s' * (len(taken) != 1)}"
         yield f"{view.source.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
         yield "fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]
         yield "changes:", [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]
-        for on_purpose, title in LEFT.items():
-            left = [each for each in self.translation.left if each.on_purpose == on_purpose]
+        for title, left in self.translation.lists():
             yield title[0].lower() + title[1:], [f"{each.place}: {described(each, 40)}" for each in left]
         yield "next:", [f"hwopt check {profile}", f"hwopt plan {job} --profile {profile}"]
 
@@ -63,11 +58,7 @@ def described(left: ConfigSetting, limit: int) -> str:
 
 
 def import_file(
-    path: Path,
-    inputs: Inputs,
-    name: str | None = None,
-    card: tuple[str, Card] | None = None,
-    assignments: Sequence[str] = (),
+    path: Path, inputs: Inputs, name: str | None = None, card: tuple[str, Card] | None = None, assignments: Sequence[str] = ()
 ) -> Imported:
     """The files for the configuration at `path`. `card`: a card for the profile, and the profile that it comes from.
 
@@ -114,9 +105,8 @@ def profile_text(translation: Translation, name: str, card: tuple[str, Card] | N
         document.add(tomlkit.nl())
         document.add("plugins", plugins)
     lines = []
-    for on_purpose, title in LEFT.items():
-        if left := [each for each in translation.left if each.on_purpose == on_purpose]:
-            lines += ["", f"# {title}"]
+    for title, left in translation.lists():
+        lines += ["", f"# {title}"] if left else []
         for each in left:
             lines += [f"#   # {plain(comment)}" for comment in each.comments]
             lines.append(f"#   {plain(described(each, 100))}")
@@ -138,7 +128,7 @@ def job_text(translation: Translation, assignments: Sequence[str]) -> tuple[str,
         if name == "model" and not {"name", "config"} & table.keys():
             missing.append("model.name")
             table.add(tomlkit.comment(NO_MODEL))
-            table.add("config", inline(BERT_BASE))
+            table.add("config", inline({"model_type": "bert"}))  # the defaults of BertConfig are BERT-base
         if name == "data" and "train" not in table:
             missing.append("data.train")
             table.add(tomlkit.comment(NO_DATA))
@@ -160,8 +150,7 @@ def table_of(options: Iterable[Taken]) -> Table:
     table = tomlkit.table()
     for taken in options:
         setting, value = taken.setting, inline(taken.value)
-        note = [f"{setting.place}: {taken.note}"] if taken.note else []
-        for line in (*setting.above, *note):
+        for line in (*setting.above, *([f"{setting.place}: {taken.note}"] if taken.note else [])):
             table.add(tomlkit.comment(plain(line)))
         if setting.comment:
             value.comment(plain(setting.comment))

@@ -37,13 +37,8 @@ def read_source(path: Path) -> SourceFile:
     text, name = decoded(read_regular_file(path, MAX_BYTES), str(path)), str(path)
     if not text.strip():
         raise InputError(f"{path}: is empty; expected a configuration in YAML, JSON, TOML or Python")
-    if path.suffix == ".py":
-        return from_python(text, name)
-    if path.suffix == ".toml":
-        return from_toml(text, name)
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return from_json(text, name)
-    return from_yaml(text, name)
+    other = from_json if text.lstrip().startswith("{") else from_yaml
+    return {".py": from_python, ".toml": from_toml, ".json": from_json}.get(path.suffix, other)(text, name)
 
 
 def view_of(source: SourceFile, inputs: Inputs) -> View:
@@ -63,10 +58,8 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
     leaves = {entry.path[-1] for entry in source.entries}
     if words := leaves & (ARGUMENTS | FORMER_NAMES.keys()) or leaves & SYNONYMS.keys():
         return trainer_view(source, listing(sorted(words), 4))
-    raise InputError(
-        f"{source.name}: not recognised; none of its keys ({listing(sorted(source.top), 5)}) is known. "
-        f"Expected a file of: {', '.join(TOOL_NAMES.values())}"
-    )
+    unknown = f"none of its keys ({listing(sorted(source.top), 5)}) is known"
+    raise InputError(f"{source.name}: not recognised; {unknown}. Expected a file of: {', '.join(TOOL_NAMES.values())}")
 
 
 def hwopt_tool(source: SourceFile) -> Tool:
@@ -75,10 +68,8 @@ def hwopt_tool(source: SourceFile) -> Tool:
         return "hwopt-job"
     if source.top & {"plugins", "card", "tuned_for", "extends"}:
         return "hwopt-profile"
-    raise InputError(
-        f"{source.name}: is TOML, but neither a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt; "
-        "hwopt reads configurations of other tools as YAML or JSON"
-    )
+    known = "a profile ([plugins.NAME] tables) nor a job ([model] and [data]) of hwopt"
+    raise InputError(f"{source.name}: is TOML, but neither {known}; hwopt reads configurations of other tools as YAML or JSON")
 
 
 SFT_WORDS = {"dataset_text_field", "assistant_only_loss", "completion_only_loss", "packing", "eval_packing"}
@@ -140,12 +131,11 @@ Found = dict[str, tuple[Any, tuple[str, ...]]]
 def profile_view(profile: Profile, source: SourceFile) -> View:
     """The view of a profile with its parents."""
     content = profile.content
-    tables = {"data": content.data, "tuned_for": content.tuned_for}
     found = dict(words_of_options(dict(profile.plugin_tables())))
     found |= {word: (getattr(content.training, word), ("training", word)) for word in content.training.model_fields_set}
     found["summary"] = (content.summary, ("summary",))
-    for word, table in (("max_length", "tuned_for"), ("max_length", "data"), ("parameters", "tuned_for")):
-        if (value := getattr(tables[table], word)) is not None:
+    for table, word in (("tuned_for", "max_length"), ("data", "max_length"), ("tuned_for", "parameters")):
+        if (value := getattr(getattr(content, table), word)) is not None:
             found[word] = (value, (table, word))
     return made("hwopt-profile", found, profile.place, source)
 
@@ -153,9 +143,7 @@ def profile_view(profile: Profile, source: SourceFile) -> View:
 def job_view(job: JobFile, source: SourceFile) -> View:
     tables = job.job.model_dump(exclude_unset=True, exclude_none=True)
     keys = {**{("training", word): word for word in tables.get("training", {})}, **JOB_WORDS}
-    found: Found = {
-        word: (tables[table][name], (table, name)) for (table, name), word in keys.items() if name in tables.get(table, {})
-    }
+    found: Found = {word: (tables[key[0]][key[1]], key) for key, word in keys.items() if key[1] in tables.get(key[0], {})}
     if job.plugins is not None:
         given = {name: table for name, table in job.plugins.data["plugins"].items() if table.get("enabled", True)}
         found |= dict(words_of_options(given))

@@ -5,7 +5,7 @@ Options of plugins come from the plugins (`Plugin.aliases`); keys of jobs from `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,11 @@ class Translation:
     def tables(self, kind: Literal["profile", "job"]) -> dict[tuple[str, ...], Taken]:
         """What the profile, or the job, holds: key -> the setting behind it."""
         return {each.key: each for each in self.taken if (each.key[0] == "plugins") == (kind == "profile")}
+
+    def lists(self) -> Iterator[tuple[str, list[ConfigSetting]]]:
+        """The titles and the settings of both lists of what was left out."""
+        yield "Without an equivalent in hwopt:", [each for each in self.left if not each.on_purpose]
+        yield "Left out on purpose:", [each for each in self.left if each.on_purpose]
 
 
 NOTES = {

@@ -76,9 +76,7 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     theirs = deepspeed_view(view)
     if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
         what = f"{name} with {view.spelled(offload)} = {view.value(offload)}."
-        why = (
-            "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of another optimizer."
-        )
+        why = "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of others."
         yield Finding("optim", what, why, view.line("optim", "adamw_torch"))
 
 

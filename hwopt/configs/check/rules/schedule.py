@@ -24,9 +24,7 @@ def total_steps(view: View, facts: Facts) -> int | None:
     if (steps := view.number("max_steps")) is not None and steps > 0:
         return int(steps)
     epochs, rows = view.number("num_train_epochs"), view.effective_rows
-    if epochs is None or rows is None or facts.rows is None:
-        return None
-    return int(epochs * ceil(facts.rows / rows))
+    return None if epochs is None or rows is None or facts.rows is None else int(epochs * ceil(facts.rows / rows))
 
 
 @rule("warmup-share", "warning", words=("warmup_ratio", "warmup_steps"), source="notes.md#rtx-3070-64-rows: 3-10 %")
@@ -127,9 +125,8 @@ def early_stopping(view: View, facts: Facts) -> Iterator[Finding]:
     if not view.number(PATIENCE):
         return
     if is_off("eval_strategy", "no"):
-        yield Finding(
-            PATIENCE, "Early stopping without evaluations.", f"{stops} eval_strategy.", view.line("eval_strategy", "epoch")
-        )
+        fix = view.line("eval_strategy", "epoch")
+        yield Finding(PATIENCE, "Early stopping without evaluations.", f"{stops} eval_strategy.", fix)
     elif is_off(BEST, False) and is_off(METRIC, None) and view.value("lr_scheduler_type") not in plateau:
         yield Finding(PATIENCE, "Early stopping without a metric.", f"{stops} {METRIC}.", view.line(BEST, True))
     elif is_off(BEST, False):
