@@ -187,14 +187,8 @@ for rows in (3, 5):
 @pytest.mark.integration
 def test_transformers_accepts_the_exported_json(folder: Path) -> None:
     assert export("zero", "--to", "deepspeed", "--output", "ds.json") == 0
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", TRAINER], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     taken, refused = done.stdout[done.stdout.index("stage") :].split("\n", 1)
     assert taken == "stage 2"
@@ -221,15 +215,14 @@ def test_standard_output_holds_only_the_file(folder: Path, capsys: pytest.Captur
 
 def test_export_overwrites_only_with_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine").write_text("mine")
-    assert export("ddp", "--to", "accelerate", "--output", "mine") == 2
-    assert "--output mine: exists; give another name, or --force" in capsys.readouterr().err
+    for output, message in (("mine", "exists; give another name, or --force"), ("nowhere/file", "there is no folder 'nowhere'")):
+        assert export("ddp", "--to", "accelerate", "--output", output) == 2
+        assert f"--output {output}: {message}" in capsys.readouterr().err
     assert Path("mine").read_text() == "mine"
     assert export("ddp", "--to", "accelerate", "--output", "mine", "--force") == 0
     assert yaml.safe_load(Path("mine").read_text())["num_processes"] == 1
     assert export("ddp", "--to", "accelerate", "--output", ".", "--force") == 2
     assert "is a folder" in capsys.readouterr().err
-    assert export("ddp", "--to", "accelerate", "--output", "nowhere/file") == 2
-    assert "--output nowhere/file: there is no folder 'nowhere'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

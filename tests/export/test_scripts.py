@@ -22,16 +22,7 @@ from hwopt.export.files import exported
 from hwopt.hardware.device import described
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.testing import (
-    TINY_BERT,
-    TINY_LLAMA,
-    WORDS,
-    plan_for,
-    tiny_job,
-    tiny_profile,
-    train_tiny,
-    write_samples,
-)
+from hwopt.testing import TINY_BERT, TINY_LLAMA, WORDS, plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 
 GPU = described("a GPU", (8, 6), 8)
 PLUGINS: dict[str, Mapping[str, Any]] = {"optimizer": {"name": "adamw_torch"}, "length_batching": {}}
@@ -143,30 +134,24 @@ def test_arguments_file_names_what_it_leaves_out_of_the_loss(tmp_path: Path) -> 
         exported(plan, "script")
 
 
-def test_arguments_of_trl_train_the_answers_of_a_chat_only(tmp_path: Path) -> None:
-    data = {"train": "chats.jsonl", "messages": "turns", "assistant_turns": "last"}
-    job = make_job(Document("a job", {"model": {"config": TINY_LLAMA}, "data": data, "task": {"kind": "causal-lm"}}))
-    text = exported(plan_for(tiny_profile(), job), "trl")
-    assert "assistant_only_loss=True" in text
-    assert "left out data.assistant_turns = 'last'" in text
-    assert "left out data.messages = 'turns'" in text
-
-
-def test_arguments_of_trl_train_the_answers_of_recognised_conversations(tmp_path: Path) -> None:
+def test_arguments_of_trl_train_the_answers_of_conversations_only(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    for name, said in (("chats.jsonl", "assistant_only_loss=True"), ("none.jsonl", "left out assistant_only_loss")):
-        data = {"train": str(tmp_path / name)}
+    none = str(tmp_path / "none.jsonl")
+    for data, said in (
+        ({"train": none, "messages": "turns", "assistant_turns": "last"}, "left out data.assistant_turns = 'last'"),
+        ({"train": str(tmp_path / "chats.jsonl")}, "assistant_only_loss=True"),
+        ({"train": none}, "left out assistant_only_loss"),
+    ):
         job = make_job(Document("a job", {"model": {"config": TINY_LLAMA}, "data": data, "task": {"kind": "causal-lm"}}))
-        assert said in exported(plan_for(tiny_profile(), job), "trl")
+        text = exported(plan_for(tiny_profile(), job), "trl")
+        assert said in text
+        assert ("assistant_only_loss=True" in text) == ("left out assistant_only_loss" not in text)
 
 
 def test_script_refuses_what_it_has_no_code_for(tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(neftune={}), tiny_job(tmp_path, "causal-lm"), world_size=2)
     with pytest.raises(InputError, match=r"model\.name: needs .* weights; plugins\.neftune: changes .*; --world-size: "):
         exported(plan, "script")
-
-
-def test_arguments_of_trl_are_for_causal_language_models(tmp_path: Path) -> None:
     text = exported(plan_for(tiny_profile(), tiny_job(tmp_path)), "trl")
     assert "left out task.kind = 'text-classification'" in text

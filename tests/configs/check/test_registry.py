@@ -63,10 +63,8 @@ def test_rule_that_raises_is_named() -> None:
 def test_what_is_not_one_rule_of_each_name_is_refused(
     values: list[object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    entries = [entry(f"entry{number}", value, monkeypatch) for number, value in enumerate(values)]
     with pytest.raises(PluginError, match=message):
-        installed_rules([entry(f"entry{number}", value, monkeypatch) for number, value in enumerate(values)])
-
-
-def test_rule_that_cannot_be_imported_is_named() -> None:
+        installed_rules(entries)
     with pytest.raises(PluginError, match="rules 'gone'.*no_such_module"):
         installed_rules([EntryPoint("gone", "no_such_module:x", RULE_GROUP)])

@@ -14,9 +14,8 @@ from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding,
 from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.recognise import TRL_WORDS
-from hwopt.configs.tool_names import FORMER, FURTHER
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER_NAMES, OPTIMIZERS, Former
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, OPTIMIZERS, Former
 from hwopt.text import truncate
 
 ALIKE = 0.85
