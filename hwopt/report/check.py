@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from hwopt.configs.check import Finding
 from hwopt.configs.check.checker import LEVELS, CheckReport
-from hwopt.configs.check.contract import Finding
 from hwopt.text import listing, printable
 
 COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}

@@ -19,8 +19,7 @@ from hwopt.errors import (
     is_disk_full,
     worker_death,
 )
-from hwopt.export.accelerate import exports_of
-from hwopt.export.launcher_environment import refuse_contradictions
+from hwopt.export.accelerate import exports_of, refuse_contradictions
 from hwopt.memory.advice import Advisor
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.known_limits import record_limit

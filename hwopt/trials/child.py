@@ -61,8 +61,7 @@ def run(folder: Path) -> int:
 
 def train_variant(folder: Path, request: dict[str, Any]) -> None:
     """Plan the variant of `request` as `hwopt run` does, and train its steps."""
-    from hwopt.export.accelerate import exports_of
-    from hwopt.export.launcher_environment import refuse_contradictions
+    from hwopt.export.accelerate import exports_of, refuse_contradictions
     from hwopt.memory.planned import resolve
     from hwopt.model.remote_code import trust_only
     from hwopt.runs.journal import Journal

@@ -55,20 +55,10 @@ def values(found: View) -> dict[str, Any]:
 def test_arguments_of_a_script_are_read_with_their_lines_and_comments() -> None:
     found = view(SCRIPT)
     assert values(found) == {
-        "use_cache": False,
-        "output_dir": "out",
-        "gradient_accumulation_steps": 8,
-        "learning_rate": 2e-3,
-        "gradient_checkpointing_kwargs.use_reentrant": False,
-        "report_to": ["none"],
-        "max_steps": -1,
-        "warmup_steps": 10,
-        "seed": 7,
-        "load_in_4bit": True,
-        "bnb_4bit_compute_dtype": "bfloat16",
-        "attn_implementation": "sdpa",
-        "torch_dtype": "float32",
-    }
+        "use_cache": False, "output_dir": "out", "gradient_accumulation_steps": 8, "learning_rate": 2e-3, "seed": 7,
+        "gradient_checkpointing_kwargs.use_reentrant": False, "report_to": ["none"], "max_steps": -1, "warmup_steps": 10,
+        "load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16", "attn_implementation": "sdpa", "torch_dtype": "float32",
+    }  # fmt: skip
     assert found.recognised_by == "SFTConfig (the first of 2 calls), BitsAndBytesConfig, from_pretrained"
     assert (found.settings["learning_rate"].place, found.settings["learning_rate"].comment) == ("train.py:18", "not 1e-4")
     assert found.settings["seed"].place == "train.py:9"

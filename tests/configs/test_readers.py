@@ -32,12 +32,9 @@ def test_hydra_tables_are_read_at_any_depth() -> None:
         "model:\n  use_torch_compile: false\npaths:\n  root: ${oc.env:HOME}\n"
     )
     assert values(view) == {
-        "per_device_train_batch_size": 16,
-        "optim": "adamw_torch",
-        "learning_rate": 2e-5,
-        "per_device_eval_batch_size": 32,
+        "per_device_train_batch_size": 16, "optim": "adamw_torch", "learning_rate": 2e-5, "per_device_eval_batch_size": 32,
         "torch_compile": False,
-    }
+    }  # fmt: skip
     assert view.settings["learning_rate"].place == "f:8"
     assert view.line("warmup_steps", 3) == "experiment.trainer.warmup_steps: 3"
     assert {each.key: each.kind for each in view.unread} == {"defaults": "other", "paths.root": "interpolation"}
@@ -100,11 +97,8 @@ def test_tool_is_recognised_and_its_keys_are_read(tool: str) -> None:
 
 
 def test_what_a_dialect_does_not_take_over_is_listed() -> None:
-    assert [each.key for each in read(DIALECTS["axolotl"][0]).unread] == [
-        "datasets.0.name",
-        "datasets.0.type",
-        "datasets.1.path",
-    ]
+    keys = [each.key for each in read(DIALECTS["axolotl"][0]).unread]
+    assert keys == ["datasets.0.name", "datasets.0.type", "datasets.1.path"]
     assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
     assert read("stage: dpo\nfinetuning_type: freeze\nlora_target: q\n").unread[0].reason.startswith("hwopt has supervised")
 

@@ -17,9 +17,16 @@ import yaml
 from hwopt import api
 from hwopt.cli import run_command
 from hwopt.errors import InputError
-from hwopt.export.accelerate import FIRST_NODE, engine_config, engine_plugin, exports_of, launcher_config, launcher_yaml
+from hwopt.export.accelerate import (
+    FIRST_NODE,
+    engine_config,
+    engine_plugin,
+    exports_of,
+    launcher_config,
+    launcher_yaml,
+    refuse_contradictions,
+)
 from hwopt.export.files import exported
-from hwopt.export.launcher_environment import refuse_contradictions
 from hwopt.hardware.device import described
 from hwopt.planning.plan import Plan
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny, write_samples

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hwopt.errors import InputError
-from hwopt.export.launcher_environment import refuse_contradictions
+from hwopt.export.accelerate import refuse_contradictions
 from hwopt.hardware.device import described
 
 CPU = described("a CPU", None, 16)

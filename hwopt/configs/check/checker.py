@@ -13,7 +13,7 @@ from typing import Any
 
 from hwopt.config.card import Card
 from hwopt.config.entry_points import origin, registered_twice
-from hwopt.configs.check.contract import NEEDS, Facts, Finding, Level, Rule
+from hwopt.configs.check import NEEDS, Facts, Finding, Level, Rule
 from hwopt.configs.recognise import hwopt_tool, profile_view, read_source, view_of
 from hwopt.configs.source_file import SourceFile
 from hwopt.configs.view import TOOL_NAMES, View

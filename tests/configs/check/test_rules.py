@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hwopt.configs.check import Facts
 from hwopt.configs.check.checker import CheckReport, Given, check, check_file, installed_rules
-from hwopt.configs.check.contract import Facts
 from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.words import OPTIMIZERS
 from hwopt.planning.inputs import Inputs

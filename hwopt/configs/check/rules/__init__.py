@@ -1,6 +1,6 @@
 """The built-in rules: one module per subject, one function or one entry of a table per mistake."""
 
-from hwopt.configs.check.contract import Rule
+from hwopt.configs.check import Rule
 from hwopt.configs.check.rules import batch, card, combinations, comments, engines, names, schedule
 
 RULES: tuple[Rule, ...] = (

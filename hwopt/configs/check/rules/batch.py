@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from math import ceil, sqrt
 
-from hwopt.configs.check.contract import Facts, Finding, rule
+from hwopt.configs.check import Facts, Finding, rule
 from hwopt.configs.python_file import PARTS
 from hwopt.configs.view import View, is_number
 

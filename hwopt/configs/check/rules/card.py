@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
+from hwopt.configs.check import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.combinations import FLASH
 from hwopt.configs.view import View
 from hwopt.hardware.device import GIB, Feature

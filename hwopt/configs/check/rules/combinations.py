@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import not_
 from typing import Any, NamedTuple
 
-from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, rule
+from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, rule
 from hwopt.configs.view import View, is_number
 
 FLASH = ("flash_attention_2", "flash_attention_3")

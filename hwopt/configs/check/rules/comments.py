@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hwopt.configs.check.contract import Facts, Finding, rule
+from hwopt.configs.check import Facts, Finding, rule
 from hwopt.configs.check.rules.batch import ACCUMULATION, EVAL, TRAIN
 from hwopt.configs.view import ConfigSetting, View
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hwopt.configs.check.contract import TRAINERS, Facts, Finding, rule
+from hwopt.configs.check import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import FEATURES, is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
 from hwopt.configs.launchers import DEEPSPEED, NOTHING

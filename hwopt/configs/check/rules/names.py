@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, metadata
 
-from hwopt.configs.check.contract import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
+from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
 from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.recognise import TRL_WORDS

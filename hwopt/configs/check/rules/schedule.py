@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from math import ceil
 
-from hwopt.configs.check.contract import TRANSFORMERS, Facts, Finding, rule
+from hwopt.configs.check import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.python_file import PATIENCE
 from hwopt.configs.view import TOOL_NAMES, View
 from hwopt.configs.words import names
