@@ -127,10 +127,9 @@ def min_rate(view: View, entry: Entry) -> None:
 
 def causal_lm(view: View) -> None:
     """Set the task that axolotl has unless the file says another."""
-    model = view.settings.get("model_name_or_path")
     given = {entry.path[0] for entry in view.source.entries if entry.value not in NOTHING}
-    if model is not None and not {"rl", "reward_model"} & given:
-        view.imply("task", "causal-lm", model)
+    if "model_name_or_path" in view and not {"rl", "reward_model"} & given:
+        view.imply("task", "causal-lm", view.settings["model_name_or_path"])
 
 
 # fmt: off

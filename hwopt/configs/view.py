@@ -81,8 +81,6 @@ class View:
         for entry in self.source.replaced:
             self.leave(entry, "a later line gives the same key", "replaced")
 
-    # filled by a reader
-
     def add(self, word: str, entry: Entry, value: Any = ...) -> None:
         """Set `word` to the value of `entry`, or to `value`, which a reader made of it."""
         if entry.interpolated:
@@ -120,8 +118,6 @@ class View:
         if entry.interpolated:
             kind, reason = "interpolation", "refers to another value, which only the program that reads the file knows"
         self.unread.append(ConfigSetting(**vars(entry), word=word, reason=reason, kind=kind))
-
-    # read by rules and translations
 
     @property
     def is_hwopt(self) -> bool:
@@ -167,9 +163,8 @@ class View:
         key = self.spelled(word)
         if self.source.language == "Python":
             return f"{key}={value!r}"
-        shown = str(value).lower() if isinstance(value, bool) else value
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
         shown = f'"{shown}"' if isinstance(value, str) and self.source.language != "YAML" else shown
-        shown = f"{value:g}" if isinstance(value, float) else shown
         return {"YAML": f"{key}: {shown}", "JSON": f'"{key}": {shown}', "TOML": f"{key} = {shown}"}[self.source.language]
 
     def lines(self, values: Mapping[str, Any]) -> str:

@@ -34,9 +34,6 @@ OTHER_NAMES = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_target_modules":
 def test_defaults_are_those_of_the_library(kind: Any, defaults: Defaults, names: dict[str, str]) -> None:
     theirs = {field.name: field.default for field in fields(kind)}
     assert {word: theirs[names.get(word, word)] for word in defaults} == defaults
-
-
-def test_sft_config_trains_in_bf16_by_default() -> None:
     assert SFTConfig("out", use_cpu=True, gradient_checkpointing=None).bf16 is True
 
 

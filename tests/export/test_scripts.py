@@ -62,13 +62,9 @@ def plan_of(name: str, folder: Path, **plugins: Mapping[str, Any]) -> Plan:
     model, kind, data = JOBS[name]
     rows = write_samples(folder / "train.jsonl", 42, pairs=name in ("pairs", "prompts"))
     training = {"max_steps": 8, "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_ratio": 0.3, "logging_steps": 1, "seed": 5}
-    tables = {
-        "model": {"name": saved_model(folder / model, model)},
-        "data": {"train": str(rows), **data},
-        "task": {"kind": kind},
-        "training": training,
-    }
-    return plan_for(tiny_profile(**PLUGINS | plugins), make_job(Document("a job", tables)))
+    tables = {"data": {"train": str(rows), **data}, "task": {"kind": kind}, "training": training}
+    job = make_job(Document("a job", tables | {"model": {"name": saved_model(folder / model, model)}}))
+    return plan_for(tiny_profile(**PLUGINS | plugins), job)
 
 
 @pytest.mark.parametrize("name", JOBS)

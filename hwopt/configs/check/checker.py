@@ -121,9 +121,7 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
     found: list[Finding] = []
     waiting: dict[str, list[str]] = {}
     applied = 0
-    for rule in rules:
-        if not rule.concerns(view):
-            continue
+    for rule in (each for each in rules if each.concerns(view)):
         if lacking := [need for need in rule.needs if facts.lacks(need)]:
             waiting.setdefault(NEEDS[lacking[0]], []).append(rule.name)
             continue

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from transformers.training_args import OptimizerNames
 
 from hwopt.configs.check import Facts
 from hwopt.configs.check.checker import CheckReport, Given, check, check_file, installed_rules
@@ -122,6 +123,4 @@ def test_deepspeed_file_beside_the_arguments_is_read(tmp_path: Path) -> None:
 
 
 def test_optimizers_are_those_of_transformers() -> None:
-    from transformers.training_args import OptimizerNames
-
     assert {each.value for each in OptimizerNames} <= OPTIMIZERS
