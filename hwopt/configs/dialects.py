@@ -133,10 +133,8 @@ def causal_lm(view: View) -> None:
 
 
 # fmt: off
-AXOLOTL = Dialect(
-    "axolotl",
-    names("base_model micro_batch_size sequence_len sample_packing dataset_prepared_path evals_per_epoch"),
-    {
+AXOLOTL = Dialect("axolotl",
+    names("base_model micro_batch_size sequence_len sample_packing dataset_prepared_path evals_per_epoch"), {
         "base_model": "model_name_or_path", "revision_of_model": "model_revision", "tokenizer_config": "tokenizer_name",
         "optimizer": "optim", "lr_scheduler": "lr_scheduler_type", "cosine_min_lr_ratio": min_rate,
         "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
@@ -156,8 +154,7 @@ AXOLOTL = Dialect(
         "datasets.0.roles_to_train": "roles_to_train",
         **{f"datasets.0.{key}": chat_words for key in names(CHAT_KEYS)},
         "test_datasets": data_sets, "test_datasets.0.path": "validation_file",
-    },
-    {
+    }, {
         "evals_per_epoch": "hwopt evaluates at the end of each epoch; training.eval_steps sets another interval",
         "saves_per_epoch": "hwopt saves by time and keeps the best weights; training.save_steps adds a checkpoint every N steps",
         "dataset_prepared_path": "hwopt keeps tokenized data in its own cache",
@@ -167,9 +164,7 @@ AXOLOTL = Dialect(
         "strict": "hwopt refuses unknown keys always",
         "save_first_step": "a check of axolotl's own",
         **dict.fromkeys(names("loss_watchdog_threshold loss_watchdog_patience"), "training.loss_spike watches the loss"),
-    },
-    "a key of axolotl without a counterpart", arguments=True, finish=causal_lm,
-)
+    }, "a key of axolotl without a counterpart", arguments=True, finish=causal_lm)
 # fmt: on
 
 
@@ -212,10 +207,7 @@ def supervised(view: View) -> None:
 ADAPTERS = without("hwopt trains all weights, or LoRA and DoRA adapters")
 FULL = ignored("hwopt trains all weights unless a profile has an adapter")
 # fmt: off
-LLAMA_FACTORY = Dialect(
-    "llama-factory",
-    names("finetuning_type cutoff_len lora_target dataset_dir plot_loss"),
-    {
+LLAMA_FACTORY = Dialect("llama-factory", names("finetuning_type cutoff_len lora_target dataset_dir plot_loss"), {
         "cutoff_len": "max_length", "val_size": "eval_fraction", "max_samples": "max_train_samples",
         "early_stopping_steps": "early_stopping_patience", "neat_packing": ("packing", IS_OFF),
         "mask_history": ("assistant_turns", {True: "last", False: ignored("hwopt trains all answers by default")}),
@@ -227,16 +219,13 @@ LLAMA_FACTORY = Dialect(
         "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
         "flash_attn": ("attn_implementation",
             {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None}),
-    },
-    {
+    }, {
         "preprocessing_num_workers": "hwopt tokenizes once and keeps the result in its cache",
         "overwrite_cache": "hwopt finds tokenized data by its content",
         "plot_loss": "the report of a run shows the loss",
         "template": "hwopt takes the tokenizer's chat template; data.chat_template names another one",
         "dataset_dir": "data.train has the path of the data set that is registered there",
-    },
-    "a key of LLaMA-Factory without a counterpart", arguments=True, finish=supervised,
-)
+    }, "a key of LLaMA-Factory without a counterpart", arguments=True, finish=supervised)
 # fmt: on
 
 DIALECTS = (DEEPSPEED, ACCELERATE, AXOLOTL, LLAMA_FACTORY)

@@ -171,7 +171,7 @@ SAME = {
 def defaults_of(view: View) -> Iterator[tuple[str, Defaults]]:
     """(whose, defaults) of the tool that reads the file of `view`; nothing for a script's own words."""
     adapter = view.is_on("use_peft")
-    if not view.tool.startswith("hwopt") and ("validation_file" in view or view.number("eval_fraction")):
+    if not view.is_hwopt and ("validation_file" in view or view.number("eval_fraction")):
         yield "transformers", LAST_WEIGHTS
     if view.tool == "axolotl":
         yield "axolotl", AXOLOTL

@@ -90,26 +90,20 @@ def fsdp(view: View) -> None:
 
 SECTION = "deepspeed_config"
 # fmt: off
-ACCELERATE = Dialect(
-    "accelerate",
-    names("compute_environment distributed_type machine_rank main_training_function"),
-    {
+ACCELERATE = Dialect("accelerate", names("compute_environment distributed_type machine_rank main_training_function"), {
         **{word: word for word in names("num_processes num_machines mixed_precision use_cpu distributed_type")},
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         f"{SECTION}.gradient_accumulation_steps": "gradient_accumulation_steps",
         f"{SECTION}.zero_stage": "zero_stage", f"{SECTION}.gradient_clipping": "max_grad_norm",
         f"{SECTION}.deepspeed_config_file": "deepspeed", f"{SECTION}.offload_param_device": offload("parameters"),
         f"{SECTION}.offload_optimizer_device": offload("optimizer", f"{SECTION}.offload_param_device"),
-    },
-    {
+    }, {
         "compute_environment": "hwopt runs on this machine; docs/clusters.md has launchers",
         "debug": "a check of the launcher itself", "main_training_function": "hwopt has its own",
         "machine_rank": "the launcher's command line says it", "gpu_ids": "CUDA_VISIBLE_DEVICES chooses the cards",
         **dict.fromkeys(names("rdzv_backend same_network main_process_port main_process_ip"), "the launcher's own"),
         **dict.fromkeys(names("downcast_bf16 tpu_env tpu_use_cluster tpu_use_sudo"), "for TPUs"),
-    },
-    "a key of the launcher without a counterpart", finish=fsdp,
-)
+    }, "a key of the launcher without a counterpart", finish=fsdp)
 # fmt: on
 
 
@@ -125,10 +119,8 @@ ZERO = "zero_optimization"
 ADAMW = dict.fromkeys(("AdamW", "Adam", "adamw", "adam"), "adamw_torch")
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # fmt: off
-DEEPSPEED = Dialect(
-    "deepspeed",
-    names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer bf16.enabled fp16.enabled"),
-    {
+DEEPSPEED = Dialect("deepspeed",
+    names("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer bf16.enabled fp16.enabled"), {
         "train_batch_size": "effective_batch_size", "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
         "gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm",
         "fp16.enabled": "fp16", "bf16.enabled": "bf16", f"{ZERO}.stage": "zero_stage",
@@ -137,8 +129,5 @@ DEEPSPEED = Dialect(
         "scheduler.type": ("lr_scheduler_type", SCHEDULERS), "scheduler.params.warmup_num_steps": "warmup_steps",
         f"{ZERO}.offload_param.device": offload("parameters"),
         f"{ZERO}.offload_optimizer.device": offload("optimizer", f"{ZERO}.offload_param.device"),
-    },
-    {},
-    "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan",
-)
+    }, {}, "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan")
 # fmt: on

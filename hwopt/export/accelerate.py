@@ -144,19 +144,14 @@ def launcher_config(plan: Plan, nodes: int = 1, deepspeed_file: str | None = Non
     Raises InputError for an engine that the YAML cannot describe.
     """
     config: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
+        "compute_environment": "LOCAL_MACHINE", "debug": False, "machine_rank": 0, "main_training_function": "main",
         # for CPUs too: with MULTI_CPU the launcher silently starts a single process without mpirun
         "distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO",
         "dynamo_backend": "NO",  # the plan compiles the model itself
-        "machine_rank": 0,
         "main_process_port": 0,  # any free port
-        "main_training_function": "main",
         "mixed_precision": plan.recipe.accelerator.get("mixed_precision", "no"),
-        "num_machines": nodes,
-        "num_processes": plan.world_size,
-        "use_cpu": plan.hardware.device_type == "cpu",
-    }
+        "num_machines": nodes, "num_processes": plan.world_size, "use_cpu": plan.hardware.device_type == "cpu",
+    }  # fmt: skip
     if nodes > 1:
         config |= {"main_process_ip": FIRST_NODE, "main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
     engines = {key for key in ENGINES.values() if plan.recipe.accelerator.get(key) is not None}

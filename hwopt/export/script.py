@@ -57,16 +57,11 @@ def script_file(plan: Plan, cache: Path) -> str:
     return environment.get_template("script.jinja").render(
         heading=heading(plan, "Training of", "script", lines),
         reader=READERS[Path(str(job.data.train)).suffix.lower()],
-        task=task.facts,
-        job=job,
-        training=training,
-        batch=plan.batch,
-        prepared=prepared,
-        words=dict.fromkeys(WORDS) | words,
-        model_kwargs=model_kwargs(plan),
+        task=task.facts, job=job, training=training, batch=plan.batch, prepared=prepared,
+        words=dict.fromkeys(WORDS) | words, model_kwargs=model_kwargs(plan),
         warmup=share if training.warmup_steps is None else warmup_steps(training, 0),
         schedule_options=dict(training.lr_scheduler_kwargs),
-    )
+    )  # fmt: skip
 
 
 def refuse_unsupported(plan: Plan) -> None:

@@ -14,9 +14,10 @@ from hwopt.hardware.device import Hardware
 
 __all__ = ["ConfigSetting", "Facts", "Finding", "Level", "Rule", "View", "rule"]
 
-TRANSFORMERS: tuple[Tool, ...] = ("transformers", "llama-factory")
+Tools = tuple[Tool, ...]
+TRANSFORMERS: Tools = ("transformers", "llama-factory")
 """The tools whose keys are the names of TrainingArguments."""
-TRAINERS: tuple[Tool, ...] = ("transformers", "axolotl", "llama-factory")
+TRAINERS: Tools = ("transformers", "axolotl", "llama-factory")
 """The tools that train with transformers' Trainer."""
 Level = Literal["error", "warning", "information"]
 Need = Literal["card", "cores", "size"]
@@ -77,7 +78,7 @@ class Rule:
     words: tuple[str, ...] = ()
     """The rule is asked only if the file has one of these settings; (): always."""
     needs: tuple[Need, ...] = ()
-    tools: tuple[Tool, ...] = ()
+    tools: Tools = ()
     """The tools that it is about; (): all."""
 
     def concerns(self, view: View) -> bool:
@@ -85,13 +86,7 @@ class Rule:
 
 
 def rule(
-    name: str,
-    level: Level,
-    *,
-    source: str,
-    words: tuple[str, ...] = (),
-    needs: tuple[Need, ...] = (),
-    tools: tuple[Tool, ...] = (),
+    name: str, level: Level, *, source: str, words: tuple[str, ...] = (), needs: tuple[Need, ...] = (), tools: Tools = ()
 ) -> Callable[[RuleFunction], Rule]:
     """Decorator: a Rule of the function, which `about` describes by the first line of its docstring."""
 

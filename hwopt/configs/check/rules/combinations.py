@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import not_
 from typing import Any, NamedTuple
 
-from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, rule
+from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, Tools, rule
 from hwopt.configs.view import View, is_number
 
 FLASH = ("flash_attention_2", "flash_attention_3")
@@ -33,7 +33,7 @@ def keyed(text: str, spelled: Callable[[str], str]) -> str:
 
 
 def combination(
-    name: str, level: Level, settings: Mapping[str, Any], what: str, why: str, *, source: str, fix: Any = "", tools: Any = ()
+    name: str, level: Level, settings: Mapping[str, Any], what: str, why: str, *, source: str, fix: Any = "", tools: Tools = ()
 ) -> Rule:
     """A Rule about settings that are wrong together; the finding is about the first one.
 
@@ -53,120 +53,101 @@ def combination(
 # the conditions of a rule on one line, then the mistake, its effect and the source
 # fmt: off
 COMBINATIONS = (
-    combination(
-        "batch-power-of-two", "information",
+    combination("batch-power-of-two", "information",
         {"per_device_train_batch_size": lambda rows: positive(rows) and int(rows) & (int(rows) - 1) != 0},
         what="{per_device_train_batch_size} is not a power of 2.",
         why="No change is needed: tensor cores want hidden sizes and token counts in multiples of 8, not batches in powers of 2.",
         source="notes.md#rtx-3070-64-rows: power of 2 is better"),
-    combination(
-        "batch-search", "warning", {"auto_find_batch_size": True}, tools=TRANSFORMERS, fix={"auto_find_batch_size": False},
+    combination("batch-search", "warning", {"auto_find_batch_size": True}, tools=TRANSFORMERS,
+        fix={"auto_find_batch_size": False},
         what="{auto_find_batch_size} lowers the batch after an out-of-memory error, and not the accumulation.",
         why="The rows of a step then depend on the card's free memory: two runs of one file differ.",
         source="transformers, auto_find_batch_size"),
-    combination(
-        "fp16-and-bf16", "error", {"bf16": True, "fp16": True}, fix={"fp16": False},
+    combination("fp16-and-bf16", "error", {"bf16": True, "fp16": True}, fix={"fp16": False},
         what="fp16 and bf16 are both true.",
         why="The trainer stops: a run has one of the two.",
         source="transformers, TrainingArguments: at most one of both"),
-    combination(
-        "bits-twice", "error", {"load_in_8bit": True, "load_in_4bit": True}, tools=TRAINERS, fix={"load_in_8bit": False},
+    combination("bits-twice", "error", {"load_in_8bit": True, "load_in_4bit": True}, tools=TRAINERS, fix={"load_in_8bit": False},
         what="{load_in_8bit} and {load_in_4bit} are both true.",
         why="transformers stops: weights are quantized to one of the two.",
         source="transformers, BitsAndBytesConfig; axolotl, schemas/peft.py"),
-    combination(
-        "apex-level", "warning", {"fp16_opt_level": bool}, tools=TRANSFORMERS,
+    combination("apex-level", "warning", {"fp16_opt_level": bool}, tools=TRANSFORMERS,
         fix='remove {fp16_opt_level}; a hwopt profile has level = "O2" for half-precision weights',
         what="{fp16_opt_level} belongs to NVIDIA Apex and has no effect with torch's native AMP.",
         why="The weights stay in fp32 under autocast (O1). Version 5 of transformers has no such name.",
         source="transformers, fp16_opt_level; notes.md#rtx-3070-64-rows"),
-    combination(
-        "fp16-weights", "error",
+    combination("fp16-weights", "error",
         {"torch_dtype": lambda dtype: re.fullmatch(r"(torch\.)?(float16|fp16|half)", str(dtype)), "fp16": True, "use_peft": not_},
         tools=TRAINERS, fix={"torch_dtype": "float32"},
         what="{torch_dtype} is fp16 beside {fp16} = true.",
         why='The first update stops with "Attempting to unscale FP16 gradients": loss scaling needs fp32 weights.',
         source="torch, GradScaler: Attempting to unscale FP16 gradients"),
-    combination(
-        "cache-checkpointing", "warning", {"use_cache": True, "gradient_checkpointing": True}, tools=TRAINERS,
+    combination("cache-checkpointing", "warning", {"use_cache": True, "gradient_checkpointing": True}, tools=TRAINERS,
         fix={"use_cache": False},
         what="{use_cache} is true with activation checkpointing.",
         why="Most models turn the cache off with a message; others keep it, which costs memory. Training needs none.",
         source="transformers: use_cache is incompatible with gradient checkpointing"),
-    combination(
-        "unused-checkpointing", "warning",
+    combination("unused-checkpointing", "warning",
         {"ddp_find_unused_parameters": True, "gradient_checkpointing": True, REENTRANT: lambda value: value is not False},
         tools=TRAINERS, fix={"ddp_find_unused_parameters": False},
         what="{ddp_find_unused_parameters} is true with reentrant checkpointing (the default of transformers 4).",
         why='On several ranks the first backward pass stops: "Expected to mark a variable ready only once".',
         source="transformers#4659; torch, DistributedDataParallel and reentrant checkpointing"),
-    combination(
-        "dora-dropout", "information", {"lora_dropout": positive, "use_dora": True}, fix={"lora_dropout": 0},
+    combination("dora-dropout", "information", {"lora_dropout": positive, "use_dora": True}, fix={"lora_dropout": 0},
         what="{lora_dropout} is not 0 with DoRA.",
         why="PEFT has a faster path without dropout (+29 % samples per second); DoRA takes 1.2 to 2 times as long as LoRA.",
         source="PEFT, DoRA: a faster path without dropout"),
-    combination(
-        "compile-widths", "warning", {"torch_compile": True, "packing": not_}, tools=TRAINERS,
+    combination("compile-widths", "warning", {"torch_compile": True, "packing": not_}, tools=TRAINERS,
         fix="pad to a few fixed widths, as a hwopt profile does",
         what="torch.compile compiles again for each new width of a batch.",
         why="At the recompile limit of 8 torch runs in eager mode, silently. The mode reduce-overhead records graphs again.",
         source="pytorch#188150; recompile limit of 8"),
-    combination(
-        "compile-graphs", "error",
+    combination("compile-graphs", "error",
         {"torch_compile": True, "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
          "gradient_accumulation_steps": several},
         tools=TRAINERS, fix={"torch_compile_mode": "default"},
         what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
         why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
         source="pytorch#169545, pytorch#96693"),
-    combination(
-        "length-groups", "information", {"group_by_length": True}, tools=TRAINERS,
+    combination("length-groups", "information", {"group_by_length": True}, tools=TRAINERS,
         what="Samples of similar length share a batch.",
         why="The order of the samples changes, and the loss moves in waves. hwopt's length batching keeps the order.",
         source="transformers#20810"),
-    combination(
-        "pin-without-workers", "information",
+    combination("pin-without-workers", "information",
         {"dataloader_pin_memory": True, "dataloader_num_workers": lambda number: number == 0}, fix={"dataloader_num_workers": 2},
         what="{dataloader_pin_memory} is true with 0 workers.",
         why="The training process then copies each batch into pinned memory itself, between two steps.",
         source="torch, memory pinning"),
-    combination(
-        "prefetch-without-workers", "error", {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
+    combination("prefetch-without-workers", "error", {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
         tools=TRAINERS, fix={"dataloader_num_workers": 2},
         what="{dataloader_prefetch_factor} is given without workers.",
         why="The trainer stops: only workers prefetch, and the default is 0 workers.",
         source="torch, DataLoader: prefetch_factor needs workers"),
-    combination(
-        "persistent-without-workers", "error", {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
+    combination("persistent-without-workers", "error", {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
         tools=TRAINERS, fix={"dataloader_num_workers": 2},
         what="{dataloader_persistent_workers} is true without workers.",
         why="The data loader stops: it has no worker to keep.",
         source="torch, DataLoader: persistent_workers needs workers"),
-    combination(
-        "workers-restarted", "information",
+    combination("workers-restarted", "information",
         {"dataloader_persistent_workers": False, "dataloader_num_workers": lambda number: number != 0},
         fix={"dataloader_persistent_workers": True},
         what="{dataloader_persistent_workers} is false.",
         why="Each epoch starts new worker processes, which costs seconds. Turning it off makes no step faster.",
         source="notes.md#rtx-3070-64-rows: disable persistent workers"),
-    combination(
-        "warmup-twice", "warning", {"warmup_ratio": positive, "warmup_steps": positive}, fix="remove {warmup_ratio}",
+    combination("warmup-twice", "warning", {"warmup_ratio": positive, "warmup_steps": positive}, fix="remove {warmup_ratio}",
         what="{warmup_ratio} is given beside {warmup_steps}.",
         why="The steps count, and the ratio has no effect.",
         source="transformers: warmup_steps overrides warmup_ratio"),
-    combination(
-        "steps-and-epochs", "information", {"num_train_epochs": is_number, "max_steps": positive},
+    combination("steps-and-epochs", "information", {"num_train_epochs": is_number, "max_steps": positive},
         fix="remove {num_train_epochs}",
         what="{num_train_epochs} is given beside {max_steps}.",
         why="The run ends after the steps; the epochs have no effect.",
         source="transformers: max_steps overrides num_train_epochs"),
-    combination(
-        "nonfinite-filter", "information", {"logging_nan_inf_filter": True}, fix={"logging_nan_inf_filter": False},
+    combination("nonfinite-filter", "information", {"logging_nan_inf_filter": True}, fix={"logging_nan_inf_filter": False},
         what="{logging_nan_inf_filter} is true.",
         why="A loss that is NaN or infinite is logged as the mean of the others, so that a broken run looks sound.",
         source="transformers, logging_nan_inf_filter"),
-    combination(
-        "cpu-ranks", "error",
+    combination("cpu-ranks", "error",
         {"num_processes": several, "use_cpu": True, "distributed_type": lambda kind: kind in ("NO", "MULTI_CPU", None)},
         tools=("accelerate",), fix={"distributed_type": "MULTI_GPU"},
         what="{use_cpu} is true with several processes.",
