@@ -15,14 +15,7 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
-from hwopt.tasks.labels import (
-    imbalance,
-    label_order,
-    label_weights,
-    one_label_column,
-    read_labels,
-    similar_labels,
-)
+from hwopt.tasks.labels import imbalance, label_order, label_weights, one_label_column, read_labels, similar_labels
 from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
 from hwopt.text import listing, nearest, truncate
 

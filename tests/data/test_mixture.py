@@ -18,17 +18,7 @@ from hwopt import api
 from hwopt.config.job import Job
 from hwopt.data.mixture import Mixture
 from hwopt.errors import DataError, InputError
-from hwopt.testing import (
-    TINY_BERT,
-    TINY_LLAMA,
-    plan_for,
-    rewound,
-    saved_bits,
-    tiny_job,
-    tiny_profile,
-    train_tiny,
-    write_samples,
-)
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny, write_samples
 
 
 def mixture(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:

@@ -39,11 +39,7 @@ def prepare(source: str, folder: Path, config: Any = GPT2, positions: int | None
 TOKENS = st.lists(st.integers(1, 9), max_size=12)
 
 
-@given(
-    prompt=TOKENS,
-    completion=st.lists(st.integers(11, 19), min_size=1, max_size=12),
-    end=st.sampled_from([None, 20]),
-)
+@given(prompt=TOKENS, completion=st.lists(st.integers(11, 19), min_size=1, max_size=12), end=st.sampled_from([None, 20]))
 def test_prompted_predicts_the_completion_only(prompt: list[int], completion: list[int], end: int | None) -> None:
     whole = [*prompt, *completion, *([] if end is None else [end])]
     inputs, labels = prompted(prompt, completion, end)

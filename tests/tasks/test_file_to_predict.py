@@ -34,10 +34,7 @@ NAMES = sorted(COLOURS)
 CASES = [
     Case("scores.csv", "regression", "pearson", ("predicted_score",)),
     Case(
-        "topics.jsonl",
-        "multi-label-classification",
-        "f1_micro",
-        ("predicted_labels", *(f"probability_{name}" for name in NAMES)),
+        "topics.jsonl", "multi-label-classification", "f1_micro", ("predicted_labels", *(f"probability_{name}" for name in NAMES))
     ),
     Case("entities.conll", "token-classification", "f1", ("predicted_tags",)),
 ]

@@ -168,10 +168,7 @@ def test_label_order_of_the_model_or_the_data_set_is_kept(tmp_path: Path) -> Non
         ([1.0, float("nan")], r"row 2: 'label' has no label"),
         (["a", float("nan")], r"row 2: 'label' has no label"),
         ([1.0, 0.37], r"row 2: 'label' is 0\.37, a measurement; expected classes"),
-        (
-            [[1], [2]],
-            r"column 'label' holds list<.*>; labels must be .*; for lists of labels set task.kind = 'multi-label",
-        ),
+        ([[1], [2]], r"column 'label' holds list<.*>; labels must be .*; for lists of labels set task.kind = 'multi-label"),
     ],
 )
 def test_missing_or_non_class_label_is_refused(values: list[Any], message: str) -> None:

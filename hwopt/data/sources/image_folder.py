@@ -18,11 +18,7 @@ from hwopt.text import listing, nearest, truncate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """File names that are taken for images."""
-SPLITS = {
-    "train": ("train", "training"),
-    "eval": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test", "testing"),
-}
+SPLITS = {"train": ("train", "training"), "eval": ("validation", "valid", "val", "dev", "eval"), "test": ("test", "testing")}
 """Part of the data -> names of its folder."""
 SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 

@@ -44,11 +44,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("causal-lm", [{"messages": MESSAGES, "source": "ab"[n % 2]} for n in range(20)], {"messages": "messages"}),
     ("causal-lm", [{"conversations": SHAREGPT}], {"messages": "conversations"}),
     ("causal-lm", rows_of(instruction="say {n}", input="", output="it is {n}"), {}),
-    (
-        "causal-lm",
-        rows_of(instruction="say {n}", input="x", output="it is {n}", text="both {n}"),
-        {"messages": "instruction"},
-    ),
+    ("causal-lm", rows_of(instruction="say {n}", input="x", output="it is {n}", text="both {n}"), {"messages": "instruction"}),
     ("regression", rows_of(text="some text {n}", score="0.{n}"), {"text": ["text"], "label": "score"}),
     (
         "text-classification",

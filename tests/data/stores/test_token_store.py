@@ -28,9 +28,7 @@ def test_split_is_a_partition_that_the_seed_decides(samples: int, fraction: floa
 
 
 @given(
-    counts=st.lists(st.integers(1, 60), min_size=2, max_size=6),
-    fraction=st.floats(0.01, 0.99),
-    seed=st.integers(0, 2**63 - 1),
+    counts=st.lists(st.integers(1, 60), min_size=2, max_size=6), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 2**63 - 1)
 )
 def test_split_by_label_keeps_the_share_of_each_label(counts: list[int], fraction: float, seed: int) -> None:
     labels = [f"label {number}" for number, count in enumerate(counts) for _ in range(count)]
