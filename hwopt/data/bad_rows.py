@@ -14,12 +14,9 @@ from hwopt.errors import DataError
 if TYPE_CHECKING:
     from hwopt.data.mixture import Mixture
 
-MAX_CONSECUTIVE = 100
-"""With this many consecutive bad rows, the file as a whole is rejected."""
-MAX_FRACTION = 0.05
-"""With a greater fraction of bad rows, a source is rejected, unless data.max_bad_rows allows it."""
-SHOWN = 5
-"""Number of lines that the note lists."""
+MAX_CONSECUTIVE = 100  # with this many consecutive bad rows, the file as a whole is rejected
+MAX_FRACTION = 0.05  # with a greater fraction of bad rows, a source is rejected, unless data.max_bad_rows allows it
+SHOWN = 5  # number of lines that the note lists
 
 RowUnit = Literal["line", "row"]
 
@@ -50,10 +47,8 @@ class Places:
     source: str
     unit: RowUnit
     numbers: Sequence[int]
-    several: Origins | None = None
-    """The sources, if there are several."""
-    mixed: Mixture | None = None
-    """The mixture with each of the sources in place of a sample."""
+    several: Origins | None = None  # the sources, if there are several
+    mixed: Mixture | None = None  # the mixture with each of the sources in place of a sample
 
     @property
     def origins(self) -> Origins:

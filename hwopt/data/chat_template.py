@@ -22,8 +22,7 @@ from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 
 Turns = Literal["all", "last"]
-Words = Mapping[str, Any]
-"""What a template reads beside the messages: "tools", and switches such as "enable_thinking"."""
+Words = Mapping[str, Any]  # what a template reads beside the messages: "tools", and switches such as "enable_thinking"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_TEMPLATE_BYTES = 1_000_000
 
@@ -97,8 +96,7 @@ class ChatTemplate:
     """The chat template of a tokenizer."""
 
     tokenizer: Any
-    turns: Turns
-    """Which turns of the assistant are trained on."""
+    turns: Turns  # which turns of the assistant are trained on
     json_calls: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
     """Template that had tool calls to write -> whether it takes their arguments as JSON text."""
 

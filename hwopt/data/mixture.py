@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MANY_PASSES = 4
-"""Passes over a source in an epoch above which the screen warns (Muennighoff et al. 2023, arXiv:2305.16264)."""
+MANY_PASSES = 4  # Passes over a source in an epoch above which the screen warns (Muennighoff et al. 2023, arXiv:2305.16264).
 
 
 @dataclass(frozen=True)

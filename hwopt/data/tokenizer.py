@@ -76,10 +76,8 @@ class Encoded:
     ids: NDArray[np.int32]  # (tokens,)
     types: NDArray[np.int32] | None  # (tokens,)
     lengths: NDArray[np.int64]  # (texts,)
-    truncated: int
-    """Number of texts that were longer than max_length."""
-    skipped: Mapping[int, str] = field(default_factory=dict)
-    """Samples without tokens -> reason."""
+    truncated: int  # number of texts that were longer than max_length
+    skipped: Mapping[int, str] = field(default_factory=dict)  # samples without tokens -> reason
 
     def meta(self, tokenizer: Any) -> dict[str, Any]:
         """The part of a token store's meta.json that describes the tokens."""
@@ -100,10 +98,8 @@ class Encoded:
 class LengthLimit:
     """The maximum length of a text, in tokens. Raises InputError if the job's limit exceeds the model's."""
 
-    max_length: int | None
-    """The job's limit: longer texts are truncated."""
-    max_positions: int | None
-    """The model's limit: longer texts are an error unless the job truncates them."""
+    max_length: int | None  # the job's limit: longer texts are truncated
+    max_positions: int | None  # the model's limit: longer texts are an error unless the job truncates them
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_positions is not None and self.max_length > self.max_positions:

@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 ENCODER_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 DECODER_TOKENS = ("<|endoftext|>", "<|pad|>")
-FORMAT = 1
-"""Format of the cached tokenizers."""
-VOCABULARY = 8_000
-"""Tokens of a trained tokenizer if the job's model.config has no vocab_size."""
-MAX_LETTERS = 1_000
-"""Letters in the vocabulary of a WordPiece tokenizer."""
+FORMAT = 1  # format of the cached tokenizers
+VOCABULARY = 8_000  # tokens of a trained tokenizer if the job's model.config has no vocab_size
+MAX_LETTERS = 1_000  # letters in the vocabulary of a WordPiece tokenizer
 
 
 def job_vocab_size(job: Job) -> int | None:

@@ -20,8 +20,7 @@ THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
 BESIDE_CALLS = "content beside tool calls"
 CALLS = "tool calls"
 """Conversations whose answers lack these are refused. The name of a function alone does not tell: "f" is in <end_of_turn>."""
-Written = tuple[str, list[tuple[int, int]]]
-"""(text of messages, spans of the answers in it as far as markers say them)."""
+Written = tuple[str, list[tuple[int, int]]]  # (text of messages, spans of the answers in it as far as markers say them)
 SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
 

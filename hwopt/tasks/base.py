@@ -50,16 +50,12 @@ class Task(ModelBuilder):
         self.options = options or TaskOptions(kind=self.facts.kind)
 
     default_metric: ClassVar[str]
-    metric_directions: ClassVar[dict[str, bool]]
-    """Metric name -> whether a greater value is better."""
-    pipeline_tag: ClassVar[str]
-    """The pipeline of transformers, and of the hub, for such a model."""
+    metric_directions: ClassVar[dict[str, bool]]  # metric name -> whether a greater value is better
+    pipeline_tag: ClassVar[str]  # the pipeline of transformers, and of the hub, for such a model
     several_labels: ClassVar[bool] = False
     """Whether the label of a sample is an array, float32 (labels,), instead of the number of a class."""
-    generates: ClassVar[bool] = False
-    """Whether a prediction is generated text."""
-    models: ClassVar[ModelFamily] = ENCODER_FAMILY
-    """The models that `hwopt init` proposes."""
+    generates: ClassVar[bool] = False  # whether a prediction is generated text
+    models: ClassVar[ModelFamily] = ENCODER_FAMILY  # the models that `hwopt init` proposes
 
     @property
     def kind(self) -> str:

@@ -45,8 +45,7 @@ COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
 
 KEYS = ("prompt", "completion", "messages", "blocks", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
 """Keys of [data] that only this and some other tasks read."""
-BLOCK = 1_024
-"""Tokens per block of plain text, unless the job or the model has a smaller limit."""
+BLOCK = 1_024  # tokens per block of plain text, unless the job or the model has a smaller limit
 
 
 def is_chat(samples: Samples) -> bool:

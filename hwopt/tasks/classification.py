@@ -34,10 +34,8 @@ MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N
 class Classes(Task):
     """Unknown labels, missing labels, the head's names, and class weights."""
 
-    noun: ClassVar[str] = "label"
-    """What a message calls a name."""
-    absent: ClassVar[str] = "sample of"
-    """What the evaluation data lacks of a label, for a message."""
+    noun: ClassVar[str] = "label"  # what a message calls a name
+    absent: ClassVar[str] = "sample of"  # what the evaluation data lacks of a label, for a message
 
     def names_in(self, label: Any) -> Sequence[str]:
         """The names in the label of a sample."""

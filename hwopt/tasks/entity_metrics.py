@@ -17,8 +17,7 @@ import torch
 from hwopt.tasks.metrics import GatheredMetrics
 from hwopt.tasks.prepared import IGNORED
 
-ROW_END = -1
-"""Between the words of two samples, in both predictions and targets."""
+ROW_END = -1  # between the words of two samples, in both predictions and targets
 
 
 OTHER_LETTERS = {"L": "E", "U": "S", "M": "I", "W": "S"}

@@ -27,8 +27,7 @@ class Generation:
     do_sample: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    seed: int = 0
-    """Of the random numbers that sampling draws."""
+    seed: int = 0  # of the random numbers that sampling draws
 
 
 class Seq2SeqGenerator(TextPredictor):

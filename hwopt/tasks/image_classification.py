@@ -50,8 +50,7 @@ class ImageClassification(Classification):
     )
     pipeline_tag: ClassVar[str] = "image-classification"
     models: ClassVar[ModelFamily] = IMAGE_FAMILY
-    _shape: tuple[int, int, int] | None = None
-    """Of a placeholder, made once."""
+    _shape: tuple[int, int, int] | None = None  # of a placeholder, made once
 
     @classmethod
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:

@@ -106,8 +106,7 @@ def similar_labels(names: Iterable[str]) -> list[str]:
     return [f"labels that differ by case, blanks or Unicode form only: {shown}. hwopt trains each as a class of its own"]
 
 
-IMBALANCED = 20
-"""With so many times more samples of the most frequent label than of the rarest one, the screen warns."""
+IMBALANCED = 20  # with so many times more samples of the most frequent label than of the rarest one, the screen warns
 
 
 def imbalance(names: tuple[str, ...], labels: NDArray[np.int64]) -> list[str]:

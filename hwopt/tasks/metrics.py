@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LOSS, COUNT = 0, 1
-MAX_MATRIX_LABELS = 200
-"""With more labels there is no confusion matrix, only the metrics of each class."""
+MAX_MATRIX_LABELS = 200  # with more labels there is no confusion matrix, only the metrics of each class
 
 
 class LossMetrics:

@@ -24,8 +24,7 @@ class ModelBuilder:
     """The part of a task that makes its model."""
 
     facts: ClassVar[TaskFacts]
-    problem_type: ClassVar[str | None] = None
-    """Of the head, in the words of transformers."""
+    problem_type: ClassVar[str | None] = None  # of the head, in the words of transformers
 
     def head_config(self, prepared: Prepared) -> dict[str, Any]:
         """Keys of the model's config that set up the head: the names of the labels, and the problem type."""

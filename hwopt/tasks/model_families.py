@@ -10,10 +10,8 @@ if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
     from hwopt.tasks.recognition import DataColumns
 
-BYTES_A_PARAMETER = 16
-"""Weights, gradients and Adam's two moments in fp32."""
-STATE_FRACTION = 0.5
-"""Of the device's memory for weights and optimizer state; activations and logits need the rest."""
+BYTES_A_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
+STATE_FRACTION = 0.5  # of the device's memory for weights and optimizer state; activations and logits need the rest
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 """Sizes of a model that trains from random weights on a CPU."""
 
@@ -22,12 +20,10 @@ SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "
 class ModelFamily:
     """The models that suit a task."""
 
-    random: Mapping[str, Any]
-    """The config of a small model with random weights, for a machine that cannot reach the hub."""
+    random: Mapping[str, Any]  # the config of a small model with random weights, for a machine that cannot reach the hub
     choose: Callable[[DataColumns, Hardware], tuple[str, str]]
     """Returns (name of a model of the hub, why it suits the data and the device)."""
-    max_length: int = 512
-    """The greatest maximum length that is proposed, in tokens."""
+    max_length: int = 512  # the greatest maximum length that is proposed, in tokens
 
 
 def is_small(hardware: Hardware) -> bool:

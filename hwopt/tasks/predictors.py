@@ -20,15 +20,13 @@ WORDS, COUNT = "words", "word_count"
 """Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
 
 
-ModelInput = dict[str, Any]
-"""The inputs of one row by name, before they are batched: lists of numbers, or arrays."""
+ModelInput = dict[str, Any]  # the inputs of one row by name, before they are batched: lists of numbers, or arrays
 
 
 class TextPredictor:
     """Turns rows into predictions. Encodes texts as in training; a subclass says what a prediction is."""
 
-    columns: Mapping[str, type]
-    """Name and type of each value of a prediction: str, int, float, or list for strings."""
+    columns: Mapping[str, type]  # name and type of each value of a prediction: str, int, float, or list for strings
     window_batches: ClassVar[int] = 32
     """Batches that are encoded at once: enough rows to batch texts by length, few enough that results appear soon."""
     padding_side: ClassVar[Literal["left", "right"]] = "right"

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-IGNORED = -100
-"""The label of a token that the loss ignores, as in transformers."""
+IGNORED = -100  # the label of a token that the loss ignores, as in transformers
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,10 @@ class Samples:
 
     places: Places
     bad_rows: BadRows
-    columns: list[list[Any]]
-    """One list per column, with a text, a list of words, a conversation or an image for each sample."""
-    labels: list[Any]
-    """One per sample; empty if labels are tokens."""
-    documents: bool = False
-    """Each sample is a whole text file."""
-    note: str = ""
-    """What is said of columns that could be read instead."""
+    columns: list[list[Any]]  # one list per column, with a text, a list of words, a conversation or an image for each sample
+    labels: list[Any]  # one per sample; empty if labels are tokens
+    documents: bool = False  # each sample is a whole text file
+    note: str = ""  # what is said of columns that could be read instead
 
     @classmethod
     def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:
@@ -59,8 +54,7 @@ class Samples:
 class Named:
     """The names of the label numbers, and lines for the screen about the labels."""
 
-    names: tuple[str, ...] = ()
-    """Empty if labels are tokens."""
+    names: tuple[str, ...] = ()  # empty if labels are tokens
     notes: tuple[str, ...] = ()
 
 
@@ -69,10 +63,8 @@ class ChatTokens(NamedTuple):
 
     new: tuple[int, ...] = ()
     """Added to the tokenizer: the model gets an embedding for each, which is trained under an adapter too."""
-    ends: tuple[int, ...] = ()
-    """End a generated text, beside those of the model's generation_config."""
-    chat: bool = False
-    """The samples are conversations."""
+    ends: tuple[int, ...] = ()  # end a generated text, beside those of the model's generation_config
+    chat: bool = False  # the samples are conversations
 
 
 @dataclass(frozen=True)
@@ -81,19 +73,15 @@ class Prepared:
 
     train: Store
     eval: Store | None
-    tokenizer: Any
-    """Has a padding token, and pads on the right; of images, the image processor."""
-    label_names: tuple[str, ...] | None
-    """The name of each label number; None if labels are tokens."""
-    notes: list[str] = field(default_factory=list)
-    """Lines for the screen."""
+    tokenizer: Any  # has a padding token, and pads on the right; of images, the image processor
+    label_names: tuple[str, ...] | None  # the name of each label number; None if labels are tokens
+    notes: list[str] = field(default_factory=list)  # lines for the screen
     warnings: list[str] = field(default_factory=list)
     """Lines for the screen about data that is not used; shown at the start and again at the end."""
     bad_rows: list[dict[str, Any]] = field(default_factory=list)
     """For each source with bad rows, the content of left_out.json (`BadRows.to_dict`)."""
     test: Store | None = None
-    more_eval: Mapping[str, Store] = field(default_factory=dict)
-    """Name -> further data for evaluation."""
+    more_eval: Mapping[str, Store] = field(default_factory=dict)  # name -> further data for evaluation
     chat_tokens: ChatTokens = field(default_factory=ChatTokens)
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
@@ -137,10 +125,8 @@ class Trained:
     job: Job
     config: PretrainedConfig
     tokenizer: Any
-    label_names: tuple[str, ...]
-    """The name of each label number; empty if labels are tokens."""
-    max_positions: int | None
-    """The model's longest input in tokens; None for no limit."""
+    label_names: tuple[str, ...]  # the name of each label number; empty if labels are tokens
+    max_positions: int | None  # the model's longest input in tokens; None for no limit
 
     @property
     def facts(self) -> TaskFacts:

@@ -16,20 +16,16 @@ class Span:
     """A part of a sample's text."""
 
     text: str
-    in_loss: bool
-    """The model is trained to predict this part."""
+    in_loss: bool  # the model is trained to predict this part
 
 
 @dataclass(frozen=True)
 class Shown:
     """A sample as `hwopt plan --sample 1` shows it."""
 
-    spans: tuple[Span, ...]
-    """Joined, they are the decoded tokens, special tokens included."""
-    label: str | None = None
-    """The label of the sample as a whole."""
-    tokens_in_loss: int | None = None
-    """Tokens whose prediction counts in the loss; None if the sample as a whole has a label."""
+    spans: tuple[Span, ...]  # joined, they are the decoded tokens, special tokens included
+    label: str | None = None  # the label of the sample as a whole
+    tokens_in_loss: int | None = None  # tokens whose prediction counts in the loss; None if the sample as a whole has a label
 
 
 def spans_of(tokenizer: Any, tokens: Sequence[int], in_loss: Sequence[bool]) -> tuple[Span, ...]:
@@ -53,15 +49,11 @@ def spans_of(tokenizer: Any, tokens: Sequence[int], in_loss: Sequence[bool]) -> 
 class Preview(Shown):
     """One training sample, and the number of samples beside it."""
 
-    sample: int
-    """Counts from 1."""
+    sample: int  # counts from 1
     samples: int
-    held_out: dict[str, int]
-    """Samples of the evaluation and of the test data."""
-    tokens: int | None
-    """Length of the input; None for an image."""
-    notes: tuple[str, ...] = ()
-    """Truncated texts and skipped rows."""
+    held_out: dict[str, int]  # samples of the evaluation and of the test data
+    tokens: int | None  # length of the input; None for an image
+    notes: tuple[str, ...] = ()  # truncated texts and skipped rows
 
 
 def preview_sample(show: Callable[[Prepared, Mapping[str, Any]], Shown], prepared: Prepared, sample: int) -> Preview:

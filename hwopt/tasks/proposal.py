@@ -19,22 +19,19 @@ from hwopt.text import printable
 LETTERS_A_TOKEN = 3
 """A low estimate: English has about four. A high maximum length costs nothing for short texts, a low one cuts long texts."""
 LENGTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
-BLOCK = 1_024
-"""Tokens, for texts that are joined and split into blocks."""
+BLOCK = 1_024  # tokens, for texts that are joined and split into blocks
 TRAINED_RATE, RANDOM_RATE = 2e-5, 5e-4
 """Peak learning rates for trained weights (the BERT paper, appendix A.3) and for small models with random weights."""
 SHORTEST_GENERATED = 256
 """Tokens, for models that write text: a chat template adds tokens to each message, and a cut text loses the end of its answer."""
-COVERED = 0.99
-"""Fraction of the texts that should not be truncated."""
+COVERED = 0.99  # fraction of the texts that should not be truncated
 
 
 @dataclass(frozen=True)
 class ProposedModel:
     """The table `model` of the job."""
 
-    name: str | None
-    """None: the small model of the task's family, with random weights."""
+    name: str | None  # None: the small model of the task's family, with random weights
     why: str
 
     def table(self, kind: str) -> dict[str, Any]:
@@ -85,12 +82,10 @@ class Proposal:
 
     data: DataColumns
     model: ProposedModel
-    max_length: int | None
-    """In tokens; None for images."""
+    max_length: int | None  # in tokens; None for images
     profile: str
     profile_why: str
-    profiles: tuple[str, ...]
-    """The installed profiles."""
+    profiles: tuple[str, ...]  # the installed profiles
 
     def with_answers(self, *, max_length: int | None, model: str | None, profile: str) -> Proposal:
         """The proposal with the user's answers."""

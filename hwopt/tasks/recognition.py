@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 class Recognised:
     """The columns of a table that a task would read."""
 
-    keys: Mapping[str, Any]
-    """Key of the job's table `data` -> value: text, label, prompt, completion or messages."""
-    read: tuple[str, ...]
-    """The columns that the model reads."""
+    keys: Mapping[str, Any]  # key of the job's table `data` -> value: text, label, prompt, completion or messages
+    read: tuple[str, ...]  # the columns that the model reads
     why: str
     rank: int = 0
     """The task with the highest rank is proposed: 0 for a text alone, higher the fewer other tasks could read the columns."""
-    chat: bool = False
-    """The rows are conversations."""
-    joined: bool = False
-    """The texts are joined and split into blocks, so that the length of a row does not matter."""
+    chat: bool = False  # the rows are conversations
+    joined: bool = False  # the texts are joined and split into blocks, so that the length of a row does not matter
 
 
 @dataclass(frozen=True)
@@ -40,20 +36,15 @@ class DataColumns:
     source: str
     rows: int
     names: tuple[str, ...]
-    kind: str
-    """Of the task."""
+    kind: str  # of the task
     keys: Mapping[str, Any]
     """`Recognised.keys`, and the keys to read the source: format and encoding, if they are not the usual ones."""
-    why: str
-    """How the source is read, and how its columns were recognised."""
-    lengths: tuple[int, ...] = ()
-    """Characters of the first rows, over all columns that the model reads."""
-    ascii: bool = True
-    """Almost all letters are ASCII, as in English."""
+    why: str  # how the source is read, and how its columns were recognised
+    lengths: tuple[int, ...] = ()  # characters of the first rows, over all columns that the model reads
+    ascii: bool = True  # almost all letters are ASCII, as in English
     chat: bool = False
     joined: bool = False
-    held_out: Mapping[str, str] = field(default_factory=dict)
-    """Keys eval and test -> a file beside the source with that name."""
+    held_out: Mapping[str, str] = field(default_factory=dict)  # keys eval and test -> a file beside the source with that name
 
 
 def recognise(source: str, kind: str | None = None) -> DataColumns:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from hwopt.tasks.metrics import LossMetrics
 
-LARGEST = 3.4e38
-"""Of the numbers that float32 holds, in which targets are stored."""
+LARGEST = 3.4e38  # of the numbers that float32 holds, in which targets are stored
 LARGE = 10.0
 """A head with random weights starts near 0: targets further away than this train slowly with the usual learning rates."""
 

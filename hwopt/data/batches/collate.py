@@ -25,8 +25,7 @@ class Collate:
     """
 
     cut: Callable[[Sequence[int], int], Groups]
-    max_rows: int
-    """Rows of a micro-batch in the plan. It is passed to `cut`, which may use more rows if they are short."""
+    max_rows: int  # Rows of a micro-batch in the plan. It is passed to `cut`, which may use more rows if they are short.
     pad_id: int
     mask: Literal["attention_mask", "prebuilt_mask"] | None = "attention_mask"
     """attention_mask: int64 (rows, width); prebuilt_mask: bool (rows, 1, 1, width); None: no mask."""

@@ -24,15 +24,12 @@ class StepSampler:
     order: Callable[[np.ndarray, int, int, int], Sequence[int] | np.ndarray]
     """(lengths, seed, epoch, rows per step) -> sample indexes of the epoch."""
     seed: int
-    rows: int
-    """Per step, over all ranks."""
+    rows: int  # per step, over all ranks
     total_steps: int
     rank: int = 0
     world_size: int = 1
-    start: int = 0
-    """The first step to yield; above 0 in a resumed run."""
-    mixture: Mixture | None = None
-    """Draws the samples of each epoch, before `order` orders them."""
+    start: int = 0  # the first step to yield; above 0 in a resumed run
+    mixture: Mixture | None = None  # draws the samples of each epoch, before `order` orders them
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,10 +89,8 @@ class EvalSampler:
 
     lengths: np.ndarray
     counts: np.ndarray
-    rows: Callable[[int], int]
-    """Width of a batch -> its most rows on one rank."""
-    width: Callable[[int], int] = int
-    """Tokens of the longest sample of a batch -> the width that it is padded to."""
+    rows: Callable[[int], int]  # width of a batch -> its most rows on one rank
+    width: Callable[[int], int] = int  # tokens of the longest sample of a batch -> the width that it is padded to
     rank: int = 0
     world_size: int = 1
 

@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 Groups = Sequence[Sequence[int]]
-LABELS = ("labels", "row_labels", "decoder_labels")
-"""Buffers of targets; a step batch has one of them."""
+LABELS = ("labels", "row_labels", "decoder_labels")  # buffers of targets; a step batch has one of them
 
 
 @dataclass(frozen=True)
 class Step:
     """What the sampler yields: the samples that this rank uses in one optimizer step."""
 
-    index: int
-    """Number of the optimizer step in the run, from 0."""
+    index: int  # number of the optimizer step in the run, from 0
     epoch: int
     samples: tuple[int, ...]
-    count: float
-    """Labels (samples or tokens) that the loss of the step counts, or the sum of their weights, over ALL ranks."""
+    count: float  # labels (samples or tokens) that the loss of the step counts, or the sum of their weights, over ALL ranks
     weightless: bool = False
     """This rank has no sample in the step; it processes a placeholder, with weight 0, to stay in sync with the others."""
 
@@ -50,8 +47,7 @@ class Widths:
 class Part(NamedTuple):
     """The place of one micro-batch of the first rung in the flat buffers of its step batch."""
 
-    start: int
-    """Offset of its first token."""
+    start: int  # offset of its first token
     first_row: int
     rows: int
     width: int
@@ -61,18 +57,12 @@ class Part(NamedTuple):
 class MicroBatch:
     """The part of a step batch that goes through the model at once."""
 
-    inputs: dict[str, Tensor]
-    """Keyword arguments of the model's forward: input_ids (rows, width) and, if needed, others."""
-    targets: Tensor
-    """(rows, ...) labels of samples, or (rows, width) labels of tokens with -100 at positions without a label."""
-    count: float
-    """Labels that its loss counts, or the sum of their weights."""
-    end_row: int
-    """The row of the step batch after its last row."""
-    loss_weight: float
-    """Factor from its summed loss to its share of the step's mean loss."""
-    first_sample: int
-    """Index of its first sample, which seeds its dropout."""
+    inputs: dict[str, Tensor]  # keyword arguments of the model's forward: input_ids (rows, width) and, if needed, others
+    targets: Tensor  # (rows, ...) labels of samples, or (rows, width) labels of tokens with -100 at positions without a label
+    count: float  # labels that its loss counts, or the sum of their weights
+    end_row: int  # the row of the step batch after its last row
+    loss_weight: float  # factor from its summed loss to its share of the step's mean loss
+    first_sample: int  # index of its first sample, which seeds its dropout
 
 
 @dataclass(frozen=True)
@@ -87,22 +77,17 @@ class StepBatch:
     step: Step
     buffers: Mapping[str, Tensor]
     parts: tuple[Part, ...]
-    lengths: tuple[int, ...]
-    """Tokens of each row without padding, in the order of the buffers, as are `samples` and `units`."""
+    lengths: tuple[int, ...]  # tokens of each row without padding, in the order of the buffers, as are `samples` and `units`
     samples: tuple[int, ...]
-    units: tuple[float, ...]
-    """Labels of each row that the loss counts, or the sum of their weights."""
+    units: tuple[float, ...]  # labels of each row that the loss counts, or the sum of their weights
     widths: Widths = Widths()
-    target_lengths: tuple[int, ...] = ()
-    """Tokens of each row's target without padding, for an encoder-decoder."""
+    target_lengths: tuple[int, ...] = ()  # tokens of each row's target without padding, for an encoder-decoder
     samples_per_row: tuple[int, ...] = ()
     """Number of samples in each row, if rows hold several; `samples` then has the first sample of each row."""
-    per_sample: frozenset[str] = frozenset({"row_labels"})
-    """Buffers with an entry for each sample."""
+    per_sample: frozenset[str] = frozenset({"row_labels"})  # buffers with an entry for each sample
     arguments: Callable[[dict[str, Tensor], int, int], dict[str, Tensor]] | None = None
     """(pieces of the buffers, first row, width) -> the arguments of forward; None: the pieces are the arguments."""
-    pinned: bool = False
-    """Whether the buffers came to the CUDA device from pinned memory."""
+    pinned: bool = False  # whether the buffers came to the CUDA device from pinned memory
     cuts: ClassVar[int] = 1  # all rows are cut into micro-batches at once
 
     @property

@@ -34,10 +34,8 @@ EXTRAS = ("input", "history", "tools", "functions", "system", "chat_template_kwa
 class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    untrained: tuple[int, ...] = ()
-    """Indices of answers that the data marks as not to be trained."""
-    prompt: int = 0
-    """So many messages are a prompt, and all text after them is trained, as in TRL; 0: each answer is trained."""
+    untrained: tuple[int, ...] = ()  # indices of answers that the data marks as not to be trained
+    prompt: int = 0  # so many messages are a prompt, and all text after them is trained, as in TRL; 0: each answer is trained
     switches: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking: the column chat_template_kwargs, as in TRL."""
 

@@ -25,17 +25,12 @@ PROMPTS = (
     *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
     *(("question", "answer"), ("input", "output"), ("source", "target")),
 )
-PREFERENCES = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
-"""Columns of pairs of a good and a bad answer."""
+PREFERENCES = (("chosen", "rejected"), ("chosen_response", "rejected_response"))  # columns of pairs of a good and a bad answer
 TEXTS = ("text", "sentence", "content", "review", "document", "body")
-LONG_TEXT = 6_000
-"""Letters. Longer texts, on average, are books or articles rather than samples."""
-MOST_CLASSES = 100
-"""A column with more values is not a label, unless its name says so."""
-ROWS_A_CLASS = 4
-"""A label's values have so many rows on average, unless its name says so."""
-EXAMINED = 2_000
-"""Rows whose lengths are measured."""
+LONG_TEXT = 6_000  # Letters. Longer texts, on average, are books or articles rather than samples.
+MOST_CLASSES = 100  # A column with more values is not a label, unless its name says so
+ROWS_A_CLASS = 4  # A label's values have so many rows on average, unless its name says so
+EXAMINED = 2_000  # rows whose lengths are measured
 HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
 
 

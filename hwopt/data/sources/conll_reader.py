@@ -13,10 +13,8 @@ from hwopt.data.sources.text_file import INVALID_BYTE, undecodable
 from hwopt.text import truncate
 
 CONLL_EXTENSIONS = (".conll", ".iob", ".iob2", ".bio")
-TAG = re.compile(r"O|[BIESLU](-\S+)?")
-"""A tag of IOB or BIOES."""
-EXAMINED = 1_000
-"""Lines that decide whether a file is CoNLL."""
+TAG = re.compile(r"O|[BIESLU](-\S+)?")  # A tag of IOB or BIOES
+EXAMINED = 1_000  # lines that decide whether a file is CoNLL
 
 
 def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:

@@ -16,12 +16,10 @@ from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodabl
 from hwopt.errors import DataError
 from hwopt.text import truncate
 
-Record = tuple[int, list[str] | None, str]
-"""(number of its first line, cells or None if they cannot be parsed, the raw text)"""
+Record = tuple[int, list[str] | None, str]  # (number of its first line, cells or None if they cannot be parsed, the raw text)
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 """Delimiters that are recognised in the header of a csv file, and their names in messages."""
-EXCEL = re.compile(r'"?sep=(.)"?')
-"""The first line of a csv file that tells Excel the delimiter."""
+EXCEL = re.compile(r'"?sep=(.)"?')  # the first line of a csv file that tells Excel the delimiter
 
 
 def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options: ReadOptions, quoted: bool = True) -> Rows:

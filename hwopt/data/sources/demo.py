@@ -28,8 +28,7 @@ CANDIDATES = 2 * PACKAGES
 """Packages that are parsed: those with the most triple quotes, which are counted ten times faster than docstrings."""
 MIN_SAMPLES = 400
 MIN_WORDS = 3
-HELD_OUT = 5
-"""Every fifth sample is used for evaluation."""
+HELD_OUT = 5  # every fifth sample is used for evaluation
 EXCLUDED = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 
 

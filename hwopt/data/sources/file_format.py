@@ -51,10 +51,8 @@ def hidden_format(source: str) -> str | None:
         return None
 
 
-EXAMINED = 200
-"""Lines whose cells are counted."""
-LONGEST_NAME = 40
-"""Letters in a header's cell: prose has longer parts between its commas, and a blank behind them."""
+EXAMINED = 200  # lines whose cells are counted
+LONGEST_NAME = 40  # letters in a header's cell: prose has longer parts between its commas, and a blank behind them
 FEWEST_ROWS = {"\t": 3, ",": 10, ";": 10, "|": 10}
 """Delimiter -> lines that prose is unlikely to have with equally many of them in each."""
 

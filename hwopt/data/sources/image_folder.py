@@ -16,8 +16,7 @@ from hwopt.data.sources.text_file import INVALID_BYTE
 from hwopt.errors import DataError
 from hwopt.text import listing, nearest, truncate
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""File names that are taken for images."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # file names that are taken for images
 SPLITS = {"train": ("train", "training"), "eval": ("validation", "valid", "val", "dev", "eval"), "test": ("test", "testing")}
 """Part of the data -> names of its folder."""
 SYSTEM_FILES = ("thumbs.db", "desktop.ini")

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
     from hwopt.config.job import Data
 
-MESSAGES = ("messages", "conversations")
-"""The names of columns with conversations."""
+MESSAGES = ("messages", "conversations")  # the names of columns with conversations
 BESIDE = ("context", "input", "system", "history", "tools", "functions")
-MEDIA = ("images", "image", "videos", "audios")
-"""Columns that other tools read beside those of prompts, or of conversations."""
+MEDIA = ("images", "image", "videos", "audios")  # columns that other tools read beside those of prompts, or of conversations
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,8 @@ class Layout:
     kind: Literal["messages", "completions", "prompts", "texts"]
     """Conversations whose answers are trained; prompts with completions, as messages or as texts; texts."""
     columns: tuple[str, ...]
-    unread: tuple[Layout, ...] = ()
-    """Other columns that could be read instead."""
-    beside: tuple[str, ...] = ()
-    """Columns that belong to these samples in the data of other tools, and are not read."""
+    unread: tuple[Layout, ...] = ()  # other columns that could be read instead
+    beside: tuple[str, ...] = ()  # columns that belong to these samples in the data of other tools, and are not read
 
     @property
     def chat(self) -> bool:

@@ -22,8 +22,7 @@ REFUSED = {
         "is a spreadsheet; save the sheet as 'CSV UTF-8' in Excel, LibreOffice or Numbers, and give that file"
     ),
 }
-DATASETS_FILES = ("dataset_dict.json", "state.json")
-"""Every folder made by save_to_disk() has one of these files."""
+DATASETS_FILES = ("dataset_dict.json", "state.json")  # every folder made by save_to_disk() has one of these files
 GLOB = re.compile(r"[*?\[]")
 Kind = Literal["file", "saved", "images", "dataset"]
 """A file; a folder made with save_to_disk(); a folder of images; or what load_dataset() opens: a hub name, or a clone of one."""

@@ -28,10 +28,8 @@ SHAREGPT_ROLES = {
 }
 """The name of the speaker in ShareGPT's format -> role."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMER_ROLES = {"function": "tool"}
-"""OpenAI's former name of a role -> its name."""
-CALLS = "function_call"
-"""The speaker of a tool call in ShareGPT's format, and the former key for one in OpenAI's."""
+FORMER_ROLES = {"function": "tool"}  # OpenAI's former name of a role -> its name
+CALLS = "function_call"  # the speaker of a tool call in ShareGPT's format, and the former key for one in OpenAI's
 TRAIN_MARKS = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it is trained: OpenAI's (0 or 1), those of axolotl, and that of ms-swift."""
 

@@ -15,8 +15,7 @@ from hwopt.text import truncate
 Decimal = Literal[".", ","]
 
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}(\.[0-9]{0,300})?|\.[0-9]{1,300})([eE][+-]?[0-9]{1,3})?")
-OTHER_FORMAT = re.compile(r"[+-]?[0-9][0-9.,']*[0-9]")
-"""Digits with separators: a number in another format than that of the job."""
+OTHER_FORMAT = re.compile(r"[+-]?[0-9][0-9.,']*[0-9]")  # digits with separators: a number in another format than that of the job
 THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}([.,][0-9]{3})+")
 """Also a number with commas (English) or points (German) between the thousands."""
 

@@ -33,8 +33,7 @@ class Leaf:
 
     path: str
     split: str | None
-    group: int
-    """The index in the job of the source that it belongs to."""
+    group: int  # the index in the job of the source that it belongs to
 
 
 def leaves(sources: Sources | TrainingSources, split: str | None = None) -> list[Leaf]:

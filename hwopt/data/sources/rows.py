@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 class ReadOptions:
     """How to read a source."""
 
-    strict: bool = True
-    """The first bad row is an error."""
-    max_bad_rows: float | None = None
-    """Allowed fraction of bad rows; None: the default of `BadRows`."""
-    encoding: str | None = None
-    """Of a text file; None: UTF-8, or UTF-16 with a byte order mark."""
-    delimiter: str | None = None
-    """Of a csv or tsv file; None: guessed from the header of a csv file, a tab in a tsv file."""
-    max_rows: int | None = None
-    """Read the first rows of each source only."""
-    streaming: bool = False
-    """Read hub data sets without downloading all of their files; goes with `max_rows`."""
-    format: str | None = None
-    """Of files, such as "conll"; None: by the extension."""
+    strict: bool = True  # the first bad row is an error
+    max_bad_rows: float | None = None  # allowed fraction of bad rows; None: the default of `BadRows`
+    encoding: str | None = None  # of a text file; None: UTF-8, or UTF-16 with a byte order mark
+    delimiter: str | None = None  # of a csv or tsv file; None: guessed from the header of a csv file, a tab in a tsv file
+    max_rows: int | None = None  # read the first rows of each source only
+    streaming: bool = False  # read hub data sets without downloading all of their files; goes with `max_rows`
+    format: str | None = None  # of files, such as "conll"; None: by the extension
 
 
 @dataclass(frozen=True)
@@ -44,10 +37,8 @@ class Rows:
 
     That is in columns with mixed types, stored as strings, and in those with objects, stored with the keys of all rows.
     """
-    documents: bool = False
-    """Each row is a whole text file."""
-    notes: tuple[str, ...] = ()
-    """Lines for the screen."""
+    documents: bool = False  # each row is a whole text file
+    notes: tuple[str, ...] = ()  # lines for the screen
 
     @property
     def source(self) -> str:

@@ -14,8 +14,7 @@ INVALID_BYTE = re.compile("[\udc80-\udcff]")
 
 LATIN = ("iso8859-1", "iso8859-15")
 """Encodings in which Windows' quotes and euro sign would become control characters, without an error."""
-SAMPLE_BYTES = 1 << 18
-"""Bytes of lines with other than ASCII characters from which the encoding is guessed."""
+SAMPLE_BYTES = 1 << 18  # bytes of lines with other than ASCII characters from which the encoding is guessed
 
 
 def read_lines(path: Path, encoding: str | None = None) -> Iterator[str]:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FORMAT = 1
-Content = str | bytes
-"""The path of an image, or the bytes of a file, as data sets of the hub hold images."""
+Content = str | bytes  # the path of an image, or the bytes of a file, as data sets of the hub hold images
 
 
 class ImageStore(ArrayFolder):

@@ -26,8 +26,7 @@ Augmentation = Literal["crop", "flip"]
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Range of the cropped area, as a fraction of the image, and of its width / height: those of torchvision's RandomResizedCrop,
 from Szegedy et al. 2014 (arXiv:1409.4842)."""
-ATTEMPTS = 10
-"""Draws of a crop, of which one that is larger than the image is rejected."""
+ATTEMPTS = 10  # draws of a crop, of which one that is larger than the image is rejected
 DAMAGED = (OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError)
 """What Pillow raises for truncated files and damaged headers."""
 
@@ -88,8 +87,7 @@ def random_crop(width: int, height: int, random: np.random.Generator) -> tuple[f
 class ImageTransform:
     """Makes the model's input of an image: the image processor of transformers, after an augmentation in training."""
 
-    processor: Any
-    """An image processor of transformers, with Pillow as its backend."""
+    processor: Any  # an image processor of transformers, with Pillow as its backend
     channels: int = 3
     augmentation: tuple[Augmentation, ...] = ()
     seed: int = 0
