@@ -13,11 +13,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.answer_checks import check_answer, check_parts, is_closed, refused, rewritten, spoken
+from hwopt.data.answer_checks import (
+    CALLS,
+    SHORT,
+    THOUGHT_KEYS,
+    Written,
+    check_answer,
+    check_parts,
+    common_length,
+    connected,
+    is_closed,
+    left_out,
+    refused,
+    rewritten,
+    spoken,
+    takes_json,
+    without,
+)
 from hwopt.data.sources.chat import Conversation
 from hwopt.data.sources.messages import BadConversation, Message, with_json_arguments
-from hwopt.data.spans import common_length, connected, without
-from hwopt.data.unwritten import CALLS, SHORT, THOUGHT_KEYS, Written, left_out, takes_json
 from hwopt.errors import InputError
 from hwopt.system.paths import read_regular_file
 

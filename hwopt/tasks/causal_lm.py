@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.answer_checks import split_markers
+from hwopt.data.answer_checks import advice, split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations, read_prompts
 from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
@@ -20,7 +20,6 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.token_store import TokenStore, held_out_count
 from hwopt.data.tokenizer import LengthLimit
-from hwopt.data.unwritten import advice
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import Generation, TextGenerator

@@ -13,8 +13,7 @@ from hwopt.data.sources.columns import classes, label_columns, type_of
 from hwopt.data.sources.image_folder import is_image
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import find_column
-from hwopt.data.stores.image_store import ImageStore, image_store
-from hwopt.data.stores.images import ImageTransform, channels_of, load_processor, new_processor
+from hwopt.data.stores.images import ImageStore, ImageTransform, channels_of, image_store, load_processor, new_processor
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.generators import Generation

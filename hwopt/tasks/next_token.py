@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hwopt.data.answer_checks import common_length
 from hwopt.data.bad_rows import Places
-from hwopt.data.spans import common_length
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.tasks.preparation import Encoding

@@ -12,7 +12,7 @@ from hwopt.data.bad_rows import Places
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.reading import read_all, read_options, refuse_missing
 from hwopt.data.sources.rows import Rows
-from hwopt.data.stores.image_store import ImageStore
+from hwopt.data.stores.images import ImageStore
 from hwopt.data.stores.token_store import TokenStore, fingerprint
 from hwopt.data.tokenizer import Encoded, choose_padding
 from hwopt.data.tokenizer_training import tokenizer_fingerprint

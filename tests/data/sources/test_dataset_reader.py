@@ -115,7 +115,7 @@ def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(monkeypatch: pytest
         assert {constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE} == {True}
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("hwopt.data.sources.dataset_reader.hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("hwopt.data.sources.tables.hub_is_out_of_reach", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -19,8 +19,7 @@ from hwopt.data.batches.collate import ImageCollate, StepDataset, cut_in_order
 from hwopt.data.batches.step_batch import Step
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import read_rows
-from hwopt.data.stores.image_store import ImageStore, image_store
-from hwopt.data.stores.images import ImageTransform, new_processor, random_crop
+from hwopt.data.stores.images import ImageStore, ImageTransform, image_store, new_processor, random_crop
 from hwopt.errors import DataError, InputError
 
 VIT = ViTConfig(image_size=16, patch_size=8)
