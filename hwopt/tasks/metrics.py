@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from hwopt.errors import InputError
+from hwopt.tasks.prepared import IGNORED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,14 +99,6 @@ def with_perplexity(values: dict[str, float]) -> dict[str, float]:
     """`values` with the perplexity of the loss."""
     loss = values["loss"]
     return values | {"perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
-
-
-@runtime_checkable
-class GeneratedMetrics(Protocol):
-    """Metrics that also need generated texts. An evaluation calls `generate` before each `update`."""
-
-    def generate(self, model: Any, inputs: dict[str, torch.Tensor], targets: torch.Tensor) -> None:
-        """Generate texts for a micro-batch, and keep what the next `update` adds."""
 
 
 class ClassMetrics(GatheredMetrics):
@@ -252,3 +247,52 @@ def metrics_of(predictions: NDArray[np.float64], targets: NDArray[np.float64]) -
             found["pearson"] = float(stats.pearsonr(predictions, targets).statistic)
             found["spearman"] = float(stats.spearmanr(predictions, targets).statistic)
     return found
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class RougeMetrics(GatheredMetrics):
+    """loss, perplexity, and the mean F-measure of ROUGE-1, ROUGE-2 and ROUGE-L over the samples, from 0 to 1.
+
+    The texts are generated greedily.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float64
+    rows: ClassVar[int] = len(ROUGE)
+
+    def __init__(self, device: torch.device | str, tokenizer: Any, max_new_tokens: int) -> None:
+        """`max_new_tokens`: of a generated text. Raises InputError without rouge_score."""
+        try:
+            from rouge_score.rouge_scorer import RougeScorer
+        except ImportError as error:
+            raise InputError("task.rouge needs the package rouge_score: pip install 'hwopt[rouge]'") from error
+        super().__init__(device)
+        self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
+        self.scorer = RougeScorer(list(ROUGE))
+        self._scores = self._columns[0]
+
+    def generate(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> None:
+        """Generate a text for each row and keep its scores for the `update` that follows. Waits for the device."""
+        given = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+        written = model.generate(
+            **given,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        references = torch.where(targets == IGNORED, self.tokenizer.pad_token_id, targets)
+        texts, expected = (self.tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in (written, references))
+        scores = [self.scorer.score(reference, text) for text, reference in zip(texts, expected, strict=True)]
+        self._scores = torch.tensor(
+            [[each[name].fmeasure for each in scores] for name in ROUGE], dtype=self.dtype, device=targets.device
+        )
+
+    def _pair(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return self._scores
+
+    def compute(self) -> dict[str, float]:
+        means = torch.from_numpy(self.gathered()).mean(1).tolist()
+        return with_perplexity(super().compute()) | dict(zip(ROUGE, means, strict=True))

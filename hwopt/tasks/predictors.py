@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hwopt.data.stores.images import ImageTransform, channels_of
 from hwopt.hardware.detect import cpu_cores
-from hwopt.tasks.prepared import IGNORED, Trained
-from hwopt.tasks.tagged_words import refuse_slow, tokens_of_words
+from hwopt.tasks.prepared import Trained
 
 if TYPE_CHECKING:
     import torch
 
 MOST_THREADS = 16
-WORDS, COUNT = "words", "word_count"
-"""Inputs that do not go into the model: the word that each token begins, and the number of words in the first place."""
 
 
 ModelInput = dict[str, Any]  # the inputs of one row by name, before they are batched: lists of numbers, or arrays
@@ -145,30 +142,3 @@ class LabelSetPredictor(TextPredictor):
     def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
         found = self.logits(inputs).sigmoid().tolist()
         return [([name for name, value in zip(self.labels, row, strict=True) if value >= 0.5], *row) for row in found]
-
-
-class TagPredictor(TextPredictor):
-    """The most probable tag of each word; None for a word without a token, or behind data.max_length."""
-
-    columns: Mapping[str, type] = {"predicted_tags": list}
-
-    def encode(self, inputs: Sequence[Any]) -> list[ModelInput | str]:
-        """The tokens of each sentence as in training; each token also has the word that it begins, from 1, or 0."""
-        refuse_slow(self.tokenizer, self.max_length)
-        if not inputs:
-            return []
-        found: list[ModelInput | str] = []
-        encoded = tokens_of_words(self.tokenizer, inputs, self.max_length)
-        for sentence, (tokens, words, _) in zip(inputs, encoded, strict=True):
-            begins = [0 if word == IGNORED else word + 1 for word in words]
-            found.append(self.checked({"input_ids": list(tokens), WORDS: begins, COUNT: [len(sentence)]}))
-        return found
-
-    def predict(self, inputs: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        words, counts = inputs.pop(WORDS).tolist(), inputs.pop(COUNT)[:, 0].tolist()
-        numbers = self.model(**inputs).logits.argmax(-1).tolist()
-        found = []
-        for own, tags, count in zip(words, numbers, counts, strict=True):
-            of_word = {word - 1: self.labels[tag] for word, tag in zip(own, tags, strict=True) if word}
-            found.append(([of_word.get(word) for word in range(count)],))
-        return found

@@ -192,7 +192,7 @@ class Seq2SeqLM(Task):
 
         if not self.options.rouge:
             return TokenMetrics(device)
-        from hwopt.tasks.rouge import RougeMetrics
+        from hwopt.tasks.metrics import RougeMetrics
 
         return RougeMetrics(device, prepared.tokenizer, prepared.train.meta["max_target_length"])
 

@@ -22,7 +22,7 @@ from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.saving.best_model import BestModel
 from hwopt.system import signals
 from hwopt.tasks.generators import Generation, TextGenerator
-from hwopt.tasks.metrics import GeneratedMetrics
+from hwopt.tasks.metrics import RougeMetrics
 from hwopt.tasks.prepared import Trained
 from hwopt.text import first_line
 from hwopt.training.listener import Row
@@ -39,7 +39,7 @@ class Evaluation:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.backoff = OomBackoff("Evaluation", run.plan.batch_option("eval"), run.warn, quiet_steps_needed=QUIET_BATCHES)
-        if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), GeneratedMetrics):
+        if run.engine.meets_in_micro_batches and isinstance(run.task.metrics(run.prepared, run.device), RougeMetrics):
             raise InputError("task.rouge: the engine of this plan cannot generate text while it trains. Remove task.rouge")
         self.details: dict[str, Any] = {}  # `Metrics.details` of the last evaluation
 
@@ -134,7 +134,7 @@ class Forward:
             self.heartbeat()
             outputs = self.model(**micro_batch.inputs)
             if not batch.step.weightless:
-                if isinstance(self.metrics, GeneratedMetrics):
+                if isinstance(self.metrics, RougeMetrics):
                     self.metrics.generate(self.model, micro_batch.inputs, micro_batch.targets)
                 loss, count = self.loss(outputs, micro_batch.targets)
                 self.metrics.update(outputs, micro_batch.targets, loss, count)

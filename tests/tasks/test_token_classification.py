@@ -18,7 +18,7 @@ from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
-from hwopt.tasks.tagged_words import tokens_of_words
+from hwopt.tasks.token_classification import tokens_of_words
 
 ROWS = [
     {"tokens": ["Anna", "lives", "in", "Oslo"], "tags": ["B-PER", "O", "O", "B-LOC"]},
@@ -129,7 +129,7 @@ def test_unsuitable_columns_are_a_data_error(rows: list[dict[str, Any]], message
 
 
 def test_tokenizer_without_positions_is_refused(tmp_path: Path) -> None:
-    from hwopt.tasks.tagged_words import refuse_slow
+    from hwopt.tasks.token_classification import refuse_slow
 
     with pytest.raises(InputError, match="does not say which characters a token stands for"):
         refuse_slow(SimpleNamespace(is_fast=False), None)

@@ -11,9 +11,8 @@ from task_rows import write_jsonl
 
 from hwopt.data.sources.columns import has_many_classes, label_columns
 from hwopt.data.sources.conll_reader import looks_like_conll
-from hwopt.data.sources.file_format import reading_notes
 from hwopt.errors import DataError
-from hwopt.tasks.recognition import recognise
+from hwopt.tasks.recognition import reading_notes, recognise
 
 TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]

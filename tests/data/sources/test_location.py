@@ -12,12 +12,12 @@ import pytest
 
 from hwopt.config.job import Data
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
-from hwopt.data.sources.file_format import read_any
 from hwopt.data.sources.location import EXTENSIONS, configured, locate
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.data.sources.tables import find_column, read_rows
 from hwopt.data.sources.text_file import likely_encoding
 from hwopt.errors import DataError
+from hwopt.tasks.recognition import read_any
 
 ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 0}]
 CONVERSATION = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
