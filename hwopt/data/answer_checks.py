@@ -107,7 +107,6 @@ def rewritten(number: int) -> BadConversation:
 
 
 def names_of_calls(message: Message) -> list[str]:
-    """The names of the functions that a message calls."""
     return [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
 
 

@@ -59,7 +59,6 @@ class Places:
         return self.origins.place(self.numbers[sample])
 
     def take(self, samples: Sequence[int]) -> Places:
-        """The places of some of the samples."""
         return replace(self, numbers=[self.numbers[sample] for sample in samples])
 
     def source_of(self, sample: int) -> str:
@@ -100,7 +99,6 @@ class BadRows:
         return self.several or Origins((self.source,), (self.unit,))
 
     def place(self, number: int) -> str:
-        """The place of a row, such as "train.csv:12"."""
         return self.origins.place(number)
 
     def forget_after(self, last: int) -> None:
@@ -130,7 +128,6 @@ class BadRows:
         self.check([number for number in self.good if number not in self.reasons])
 
     def _check(self, source: str, reasons: Mapping[int, str], usable: Sequence[int]) -> None:
-        """`check` for the rows of one `source`, or for documents."""
         if not reasons:
             return
         first, total = min(reasons), len(reasons) + len(usable)

@@ -107,8 +107,6 @@ def training_template(tokenizer: Any) -> str | None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of a tokenizer."""
-
     tokenizer: Any
     turns: Turns  # which turns of the assistant are trained on
     json_calls: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
@@ -238,11 +236,9 @@ class ChatTemplate:
 
     @property
     def _has_markers(self) -> bool:
-        """Whether the tokenizer's own template marks the answers."""
         return GENERATION.search(str(self.tokenizer.chat_template)) is not None
 
     def marked(self, messages: list[Message], words: Words) -> tuple[str, list[tuple[int, int]]]:
-        """By the template's markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools"))

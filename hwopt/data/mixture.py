@@ -29,12 +29,10 @@ class Mixture:
     source_of: NDArray[np.int64]  # (samples,)
 
     def take(self, samples: Any) -> Mixture:
-        """The mixture of some of the samples, an index array."""
         return replace(self, source_of=self.source_of[samples])
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """The number of samples of each source, (sources,)."""
         import numpy as np
 
         return np.bincount(self.source_of, minlength=len(self.names))
@@ -84,7 +82,6 @@ class Mixture:
             yield {"source": name, "weight": weight, "samples": size, "samples_per_epoch": quota}
 
     def notes(self) -> Iterator[str]:
-        """One line for the screen about each source."""
         for row in self.rows():
             size, quota = row["samples"], row["samples_per_epoch"]
             yield (
@@ -93,7 +90,6 @@ class Mixture:
             )
 
     def warnings(self) -> Iterator[str]:
-        """One line for each source that an epoch repeats many times."""
         for row in self.rows():
             if row["samples_per_epoch"] > MANY_PASSES * row["samples"]:
                 passes = row["samples_per_epoch"] / row["samples"]

@@ -59,7 +59,6 @@ class Task(ModelBuilder):
 
     @property
     def kind(self) -> str:
-        """The value of task.kind."""
         return self.facts.kind
 
     @classmethod

@@ -48,7 +48,6 @@ BLOCK = 1_024  # tokens per block of plain text, unless the job or the model has
 
 
 def is_chat(samples: Samples) -> bool:
-    """Whether the samples are conversations."""
     return isinstance(samples.columns[0][0], Conversation)
 
 
@@ -236,7 +235,6 @@ def template_of(trained: Trained) -> ChatTemplate:
 
 
 def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> Encoding:
-    """The arrays of conversations."""
     found = SampleArrays(samples.places, limit)
     unwritten: dict[str, list[int]] = {}
     for sample, conversation in enumerate(samples.columns[0]):

@@ -38,8 +38,6 @@ NAMES = ("image", "img", "file_name", "filename", "file", "path", "image_path")
 
 
 class ImageClassification(Classification):
-    """Classify images."""
-
     facts = TaskFacts(
         "image-classification",
         "AutoModelForImageClassification",

@@ -96,7 +96,6 @@ class TokenMetrics(LossMetrics):
 
 
 def with_perplexity(values: dict[str, float]) -> dict[str, float]:
-    """`values` with the perplexity of the loss."""
     loss = values["loss"]
     return values | {"perplexity": math.exp(loss) if loss < 709 else loss if math.isnan(loss) else math.inf}
 
@@ -221,7 +220,6 @@ class RegressionMetrics(GatheredMetrics):
         return {"targets": [{"target": name, **{key: finite(value) for key, value in each.items()}} for name, each in pairs]}
 
     def _of_targets(self) -> list[dict[str, float]]:
-        """The metrics of each target."""
         found = self.gathered().astype(np.float64).reshape(2, -1, len(self.names))
         return [metrics_of(found[0, :, target], found[1, :, target]) for target in range(len(self.names))]
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class ModelBuilder:
-    """The part of a task that makes its model."""
-
     facts: ClassVar[TaskFacts]
     problem_type: ClassVar[str | None] = None  # of the head, in the words of transformers
 
@@ -90,7 +88,6 @@ class ModelBuilder:
                 model.generation_config.eos_token_id = sorted(ends)
 
     def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
-        """A model with random weights."""
         import transformers
 
         self.fit_config(config, job, prepared)
@@ -147,7 +144,6 @@ def in_float32(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_in_configs(config: PretrainedConfig, **values: Any) -> None:
-    """Set `values` in a config and in the config of its text model."""
     for part in (config, config.get_text_config()):
         for key, value in values.items():
             setattr(part, key, value)

@@ -18,8 +18,6 @@ SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The models that suit a task."""
-
     random: Mapping[str, Any]  # the config of a small model with random weights, for a machine that cannot reach the hub
     choose: Callable[[DataColumns, Hardware], tuple[str, str]]
     """Returns (name of a model of the hub, why it suits the data and the device)."""
@@ -51,7 +49,6 @@ def choose_decoder(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
 
 
 def choose_encoder_decoder(data: DataColumns, hardware: Hardware) -> tuple[str, str]:
-    """FLAN-T5, by the memory of the device."""
     return largest_fitting(FLAN, hardware)
 
 

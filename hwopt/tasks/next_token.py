@@ -91,7 +91,6 @@ class SampleArrays:
 
 
 def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> Encoding:
-    """The arrays of documents, joined and split into blocks."""
     import numpy as np
 
     end = tokenizer.eos_token_id
@@ -118,7 +117,6 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
 
 
 def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
-    """The arrays of texts, one sample per row, each with the end-of-text token."""
     found = SampleArrays(places, limit)
     for start in range(0, len(texts), CHUNK):
         for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK]), start):

@@ -122,8 +122,6 @@ class ImagePredictor(ClassPredictor):
 
 
 class NumberPredictor(TextPredictor):
-    """The predicted number of each target."""
-
     def __init__(self, trained: Trained, model: Any) -> None:
         super().__init__(trained, model)
         self.columns = {f"predicted_{name}": float for name in self.labels}

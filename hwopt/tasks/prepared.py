@@ -41,7 +41,6 @@ class Samples:
         return len(self.places.numbers)
 
     def take(self, samples: Sequence[int]) -> Samples:
-        """Some of the samples."""
         return replace(
             self,
             places=self.places.take(samples),
@@ -130,7 +129,6 @@ class Trained:
 
     @property
     def facts(self) -> TaskFacts:
-        """The facts of the job's task."""
         return task_facts(self.job.task.kind)
 
     @property

@@ -13,8 +13,6 @@ from hwopt.tasks.prepared import Prepared
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a sample's text."""
-
     text: str
     in_loss: bool  # the model is trained to predict this part
 

@@ -29,8 +29,6 @@ COVERED = 0.99  # fraction of the texts that should not be truncated
 
 @dataclass(frozen=True)
 class ProposedModel:
-    """The table `model` of the job."""
-
     name: str | None  # None: the small model of the task's family, with random weights
     why: str
 
@@ -88,12 +86,10 @@ class Proposal:
     profiles: tuple[str, ...]  # the installed profiles
 
     def with_answers(self, *, max_length: int | None, model: str | None, profile: str) -> Proposal:
-        """The proposal with the user's answers."""
         chosen = self.model if model == self.model.name else ProposedModel(model, "chosen by the user")
         return replace(self, max_length=max_length, model=chosen, profile=profile)
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The tables of the job."""
         own = dict(self.data.keys)
         if self.data.chat and self.model.name is None:
             own["chat_template"] = "chatml"
@@ -122,7 +118,6 @@ class Proposal:
         return [f"{command:<{width}}  # {what}" for command, what in found.items()]
 
     def text(self, output: Path) -> str:
-        """The commented TOML text of the job."""
         said = (f"Data: {self.data.rows:,} rows; {self.data.why}.", f"Model: {self.model.why}.")
         header = [*map(printable, said), "All keys: docs/jobs.md", "", *self.commands(output)]
         return job_text(self.tables(), "\n".join(header))

@@ -140,7 +140,6 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
 
 
 def is_messages(cell: Any) -> bool:
-    """Whether a cell holds messages, or their text."""
     return isinstance(cell, list | dict) or (isinstance(cell, str) and re.match(MESSAGES_TEXT, cell) is not None)
 
 

@@ -25,7 +25,6 @@ def holds_text(kind: Any) -> bool:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a column of type `kind` holds lists."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -122,7 +122,6 @@ def is_scalar(table: pa.Table, name: str) -> bool:
 
 
 def classes(table: pa.Table, name: str) -> int:
-    """The number of values of a column, without empty cells."""
     return sum(value is not None and value != "" for value in table[name].unique().to_pylist())
 
 
@@ -139,7 +138,6 @@ def is_fractional(table: pa.Table, name: str) -> bool:
 
 
 def mean_length(table: pa.Table, name: str) -> float:
-    """Mean number of characters."""
     values = table[name].slice(0, EXAMINED).to_pylist()
     return sum(len(str(value or "")) for value in values) / max(len(values), 1)
 

@@ -67,7 +67,6 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
 
 
 def tsv_records(lines: Iterator[str]) -> Iterator[Record]:
-    """One record per line that is not empty."""
     for number, line in enumerate(lines, 1):
         if content := line.rstrip("\r\n"):
             yield number, content.split("\t"), line

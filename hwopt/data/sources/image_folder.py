@@ -41,12 +41,10 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def has_classes(folder: Path) -> bool:
-    """Whether a folder in `folder` has images."""
     return any(is_image(name) for each in folders_in(folder) for name in names_in(each))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in `folder` that are not hidden, sorted by name."""
     return [folder / name for name in names_in(folder) if (folder / name).is_dir()]
 
 

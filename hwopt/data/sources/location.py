@@ -38,7 +38,6 @@ def path_of(source: str) -> Path:
 
 
 def has_glob(source: str) -> bool:
-    """Whether `source` has a character of a glob."""
     return GLOB.search(source) is not None
 
 

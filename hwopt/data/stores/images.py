@@ -148,7 +148,6 @@ class ImageTransform:
 
 
 def channels_of(config: Any) -> int:
-    """The number of colour channels that the model takes."""
     return int(getattr(config, "num_channels", None) or 3)
 
 
@@ -221,7 +220,6 @@ class ImageStore(ArrayFolder):
     counts = lengths
 
     def content(self, index: int) -> bytes | Path:
-        """The file of image `index`, or its bytes."""
         offsets = self.array("offsets")
         raw = self.array("content")[offsets[index] : offsets[index + 1]].tobytes()
         return raw if self.meta["embedded"] else Path(os.fsdecode(raw))

@@ -109,7 +109,6 @@ class ArrayFolder:
         return self._arrays[name]
 
     def has(self, name: str) -> bool:
-        """Whether this array is stored."""
         return f"{name}.npy" in self.meta["bytes"]
 
     def is_complete(self) -> bool:

@@ -87,14 +87,12 @@ class TokenStore(ArrayFolder):
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each sample, int32 (samples,)."""
         import numpy as np
 
         return np.diff(self.array("offsets")).astype(np.int32)
 
     @property
     def counts(self) -> NDArray[np.int32]:
-        """Labels of each sample that the loss counts, int32 (samples,)."""
         return self.array("counts")
 
     def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
