@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.job import Job
-from hwopt.data.stores.store import write_cache_folder
-from hwopt.data.stores.token_store import fingerprint
+from hwopt.data.stores.token_store import fingerprint, write_cache_folder
 from hwopt.data.tokenizer import uses_token_types
 from hwopt.errors import InputError
 

@@ -57,7 +57,7 @@ def seeded(*place: int) -> Iterator[None]:
 
 
 class OwnStore:
-    """The rows of a dataset, as `hwopt.data.stores.store.Store`; their content is read in the workers."""
+    """The rows of a dataset, as `hwopt.data.stores.token_store.Store`; their content is read in the workers."""
 
     mixture = None
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job, TaskOptions
 from hwopt.data.sources.rows import Rows
-from hwopt.data.stores.store import Store
-from hwopt.data.stores.token_store import split_rows
+from hwopt.data.stores.token_store import Store, split_rows
 from hwopt.data.tokenizer import LengthLimit, choose_padding, load_tokenizer, uses_token_types
 from hwopt.data.tokenizer_training import trained_tokenizer
 from hwopt.errors import InputError

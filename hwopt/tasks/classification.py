@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
-from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.number_format import numbers_of
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, class_names
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task

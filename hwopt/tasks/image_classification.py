@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.column_types import holds_text
 from hwopt.data.sources.columns import classes, label_columns, type_of
 from hwopt.data.sources.image_folder import is_image
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, holds_text
 from hwopt.data.sources.tables import find_column
 from hwopt.data.stores.images import ImageStore, ImageTransform, channels_of, image_store, load_processor, new_processor
 from hwopt.errors import DataError

@@ -10,10 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.column_types import class_names, holds_text, is_list, values_type
 from hwopt.data.sources.columns import is_scalar, type_of
 from hwopt.data.sources.number_format import is_decimal
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list, values_type
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError, InputError
 from hwopt.text import listing, nearest, truncate

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.column_types import class_names
 from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of
 from hwopt.data.sources.number_format import numbers_of
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, class_names
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts

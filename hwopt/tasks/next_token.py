@@ -36,16 +36,6 @@ def ended(tokens: Sequence[int], end: int | None) -> list[int]:
     return [*tokens, *(() if end is None or tokens[-1:] == [end] else (end,))]
 
 
-def prompted(prompt: Sequence[int], completion: Sequence[int], end: int | None) -> tuple[list[int], list[int]]:
-    """(inputs, labels) of one sample.
-
-    Labels are shifted by one and are -100 in the prompt. The end-of-text token `end` is a label, never an input.
-    """
-    tokens = [*prompt, *ended(completion, end)]
-    masked = max(len(prompt) - 1, 0)
-    return tokens[:-1], ([IGNORED] * masked + tokens[masked + 1 :])[: len(tokens) - 1]
-
-
 class SampleArrays:
     """Collects samples of tokens with a label each, for the arrays of a token store."""
 
@@ -142,8 +132,9 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
                 found.skipped[sample] = "has a completion without tokens"
                 continue
             merged += begin < len(prompt)
-            tokens, labels = prompted(whole[:begin], whole[begin:], tokenizer.eos_token_id)
-            found.add_shifted(sample, tokens, labels, f"no completion after truncation: the prompt has {len(prompt):,} tokens")
+            tokens, masked = [*whole[:begin], *ended(whole[begin:], tokenizer.eos_token_id)], max(begin - 1, 0)
+            what = f"no completion after truncation: the prompt has {len(prompt):,} tokens"
+            found.add_shifted(sample, tokens[:-1], [IGNORED] * masked + tokens[masked + 1 :], what)
     arrays, encoded, meta = found.encoding()
     return arrays, encoded, {**meta, "merged": merged}
 

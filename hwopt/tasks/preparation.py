@@ -20,7 +20,7 @@ from hwopt.model.facts import is_decoder
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 
 if TYPE_CHECKING:
-    from hwopt.data.stores.store import Store
+    from hwopt.data.stores.token_store import Store
 
 FORMAT = 11  # format of the token stores; a new number invalidates the cached ones
 

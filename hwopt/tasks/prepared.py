@@ -10,7 +10,7 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import Rows
-from hwopt.data.stores.store import Store
+from hwopt.data.stores.token_store import Store
 from hwopt.data.tokenizer import LengthLimit, uses_token_types
 
 if TYPE_CHECKING:

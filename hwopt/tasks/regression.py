@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.column_types import holds_text, values_type
 from hwopt.data.sources.columns import EXAMINED, LABELS, is_fractional, text_of
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, holds_text, values_type
 from hwopt.data.sources.tables import find_column
 from hwopt.errors import DataError
 from hwopt.tasks.labelled_texts import LabelledTexts

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.bad_rows import Places
-from hwopt.data.sources.column_types import class_names, holds_text, is_list
 from hwopt.data.sources.number_format import numbers_of
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list
 from hwopt.data.sources.tables import find_column
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import CHUNK, LengthLimit

@@ -15,7 +15,7 @@ import torch
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.data.sources.chat import Conversation
-from hwopt.data.stores.store import Store
+from hwopt.data.stores.token_store import Store
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory

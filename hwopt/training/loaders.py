@@ -13,7 +13,7 @@ from hwopt.config.aliases import option_for
 from hwopt.data.batches.collate import Collate, StepDataset, cut_in_order
 from hwopt.data.batches.samplers import EvalSampler, StepSampler
 from hwopt.data.batches.step_batch import StepBatch, Widths
-from hwopt.data.stores.store import Store
+from hwopt.data.stores.token_store import Store
 from hwopt.errors import DataError, PluginError, StorageError, WorkerDiedError
 from hwopt.system import signals
 from hwopt.training import randomness

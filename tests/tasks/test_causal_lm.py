@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import FOLDER
-from hypothesis import given
-from hypothesis import strategies as st
 from task_rows import prepared_of, write_jsonl
 from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -22,7 +20,7 @@ from hwopt.errors import DataError
 from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import TextGenerator
-from hwopt.tasks.next_token import encode_blocks, encode_prompts, encode_texts, prompted
+from hwopt.tasks.next_token import encode_blocks, encode_prompts, encode_texts
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
@@ -34,18 +32,6 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positi
 def prepare(source: str, folder: Path, config: Any = GPT2, positions: int | None = 64, **data: Any) -> tuple[Job, Task, Prepared]:
     job = Job.model_validate({"model": {"config": config}, "data": {"train": source, **data}, "task": {"kind": "causal-lm"}})
     return job, make_task(job), prepared_of(job, folder, positions)
-
-
-TOKENS = st.lists(st.integers(1, 9), max_size=12)
-
-
-@given(prompt=TOKENS, completion=st.lists(st.integers(11, 19), min_size=1, max_size=12), end=st.sampled_from([None, 20]))
-def test_prompted_predicts_the_completion_only(prompt: list[int], completion: list[int], end: int | None) -> None:
-    whole = [*prompt, *completion, *([] if end is None else [end])]
-    inputs, labels = prompted(prompt, completion, end)
-    assert inputs == whole[:-1]
-    assert [label for label in labels if label != IGNORED] == whole[max(len(prompt), 1) :]
-    assert all(label == whole[place + 1] for place, label in enumerate(labels) if label != IGNORED)
 
 
 def test_plain_text_is_cut_into_blocks_without_loss(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hwopt.data.batches.step_batch import Groups, Part, Step, StepBatch, Widths
 
 if TYPE_CHECKING:
-    from hwopt.data.stores.store import Store
+    from hwopt.data.stores.token_store import Store
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hwopt.data.sources.column_types import without_nulls
 from hwopt.data.sources.messages import BadConversation, Message, as_function, given, message_of, parsed
+from hwopt.data.sources.rows import without_nulls
 from hwopt.text import truncate
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.sources.chat import ALPACA, MESSAGES_TEXT
-from hwopt.data.sources.column_types import holds_text, is_list, values_type
 from hwopt.data.sources.image_folder import split_folders
 from hwopt.data.sources.number_format import numbers_of
+from hwopt.data.sources.rows import holds_text, is_list, values_type
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hwopt.config.toml import Document
-from hwopt.data.stores.store import write_cache_folder
+from hwopt.data.stores.token_store import write_cache_folder
 from hwopt.errors import DataError
 
 FORMAT = 2

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.column_types import holds_objects
-from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.rows import Rows, holds_objects
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
 from hwopt.text import first_line, truncate

@@ -13,18 +13,9 @@ Message = dict[str, Any]
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("function_response", "observation", "tool"), "tool"),
 }
 """The name of the speaker in ShareGPT's format -> role."""
 ROLES = ("system", "developer", "user", "assistant", "tool")

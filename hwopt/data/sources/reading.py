@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from hwopt.config.job_sources import MixedSource, Sources, TrainingSources, paths_of
 from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
-from hwopt.data.sources.column_types import class_names, holds_objects, values_type, without_nulls
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.location import expand, extension, locate, path_of
-from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.rows import ReadOptions, Rows, class_names, holds_objects, values_type, without_nulls
 from hwopt.data.sources.tables import find_column, read_document, read_rows
 from hwopt.errors import DataError
 from hwopt.text import listing, nearest, truncate

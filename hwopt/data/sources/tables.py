@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.column_types import holds_text, values_type
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
 from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.image_folder import read_image_folder
 from hwopt.data.sources.json_reader import read_json
 from hwopt.data.sources.location import EXTENSIONS, configured, extension, locate
-from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.rows import ReadOptions, Rows, holds_text, values_type
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError, is_gated
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients

@@ -17,8 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hwopt.data.stores.store import ArrayFolder
-from hwopt.data.stores.token_store import fingerprint
+from hwopt.data.stores.token_store import ArrayFolder, fingerprint
 from hwopt.errors import DataError, InputError
 from hwopt.text import first_line, truncate
 

@@ -101,14 +101,6 @@ def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool
         trained_text(tokenizer, MESSAGES)
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_template_that_does_not_write_tool_calls_is_refused(marked: bool, tokenizer: Any) -> None:
-    tokenizer.chat_template = CHATML if marked else without_markers(CHATML)
-    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    with pytest.raises(BadConversation, match="does not write the tool calls"):
-        trained_text(tokenizer, [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}, *MESSAGES])
-
-
 SYSTEM = {"role": "system", "content": "s"}
 
 
@@ -270,14 +262,6 @@ def test_former_role_of_tool_results_is_read() -> None:
     assert conversation_of({"messages": messages}, ("messages",)).messages[2] == {"role": "tool", "name": "f", "content": "3"}
 
 
-@pytest.mark.parametrize("value", ["add", '{"name": "add", "arguments": "{"}'])
-def test_tool_call_that_is_not_json_is_refused(value: str) -> None:
-    with pytest.raises(BadConversation, match="message 2.* not valid JSON"):
-        conversation_of(
-            {"messages": [{"role": "user", "content": "?"}, {"from": "function_call", "value": value}]}, ("messages",)
-        )
-
-
 def test_alpaca_input_is_part_of_the_question() -> None:
     cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
     assert conversation_of(cells, ("instruction", "output")).messages == [
@@ -312,6 +296,7 @@ def test_alpaca_history_of_another_form_is_refused(history: Any) -> None:
         ([{"role": "user", "content": 3}, MESSAGES[1]], "content that is not text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "parts that are not text"),
         (["hello"], "message 1 is not an object"),
+        ([MESSAGES[0], {"from": "function_call", "value": '{"name": "add", "arguments": "{"}'}], "message 2.* not valid JSON"),
         ([MESSAGES[0], {**MESSAGES[1], "weight": 0.5}], "message 2: weight is 0.5; expected 0, 1, true or false"),
         ([MESSAGES[0], {**MESSAGES[1], "train_detail": [{"train": False}]}], "message 2 has 'train_detail', which trains parts"),
         ([MESSAGES[0], {**MESSAGES[1], "train": False}], "marks every message of the assistant as not to be trained"),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.stores.store import write_cache_folder
-from hwopt.data.stores.token_store import TokenStore, fingerprint, split_by_label, split_rows
+from hwopt.data.stores.token_store import TokenStore, fingerprint, split_by_label, split_rows, write_cache_folder
 from hwopt.errors import DataError, StorageError
 
 
