@@ -71,7 +71,8 @@ def locate(source: str, split: str | None = None, format: str | None = None) -> 
             return "images", path
         refuse_other_folders(path)
         return "saved", path
-    if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not looks_like_a_path(source):
+    no_hub_name = source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
+    if kind == "missing" and path.suffix.lower() not in EXTENSIONS and not no_hub_name:
         return "dataset", path
     if split is not None and kind == "file":
         raise DataError(f"{source}: a split ({split!r}) applies to hub names and `datasets` folders, not to files")
@@ -100,11 +101,6 @@ def is_clone(folder: Path) -> bool:
         return False
     header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
-
-
-def looks_like_a_path(source: str) -> bool:
-    """Whether `source` cannot be a hub name."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.endswith("/")
 
 
 def refuse_other_folders(path: Path) -> None:

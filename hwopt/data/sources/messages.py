@@ -88,7 +88,9 @@ def message_of(value: Any, number: int) -> Message:
         raise BadConversation(f"message {number} has {marked.pop()!r}, which trains parts of it; hwopt trains whole messages")
     for name in TRAIN_MARKS:
         if name in message:
-            message["weight"] = is_trained(message.pop(name), f"message {number}: {name}")
+            if (mark := message.pop(name)) not in (0, 1):
+                raise BadConversation(f"message {number}: {name} is {truncate(mark)}; expected 0, 1, true or false")
+            message["weight"] = bool(mark)
     return {**message, "content": content}
 
 
@@ -127,10 +129,3 @@ def with_json_arguments(message: Message) -> Message:
 def given(value: Mapping[str, Any]) -> dict[str, Any]:
     """`value` without keys that are null themselves: OpenAI's files have null for what a message or a call lacks."""
     return {key: part for key, part in value.items() if part is not None}
-
-
-def is_trained(mark: Any, what: str) -> bool:
-    """Whether a message with this mark is trained. Raises BadConversation if the mark is not 0, 1, true or false."""
-    if mark not in (0, 1):
-        raise BadConversation(f"{what} is {truncate(mark)}; expected 0, 1, true or false")
-    return bool(mark)

@@ -198,7 +198,9 @@ def read_dataset(source: str, split: str, options: ReadOptions) -> pa.Table:
     try:
         with offline_clients(not local and hub_is_out_of_reach()):
             found = datasets.load_dataset(name, configuration, split=split, streaming=options.streaming, **again)
-            return first_streamed(found, options.max_rows) if options.streaming else to_arrow(found)
+            if options.streaming:  # files after these rows are not opened; `take` reads one row more
+                found = datasets.Dataset.from_list(list(islice(found, options.max_rows)), features=found.features)
+            return to_arrow(found)
     except Exception as error:  # the hub client, the network and datasets each raise their own
         if is_gated(error):
             raise DataError(
@@ -215,14 +217,6 @@ def read_dataset(source: str, split: str, options: ReadOptions) -> pa.Table:
             f"{source}: no such file or folder, and no such hub data set (split {split!r}): "
             f"{first_line(error)}.{near} Give a file ({listing(EXTENSIONS)}), a `datasets` folder or a hub name"
         ) from error
-
-
-def first_streamed(dataset: Any, rows: int | None) -> pa.Table:
-    """The first `rows` rows of an IterableDataset. Files after them are not opened."""
-    import datasets
-
-    found = list(islice(iter(dataset), rows))  # `take` reads one row more
-    return to_arrow(datasets.Dataset.from_list(found, features=dataset.features))
 
 
 def to_arrow(dataset: Any) -> pa.Table:
