@@ -146,11 +146,7 @@ class TokenClassification(Classes, LabelledTexts):
             spans += [Span(f"{text}{tag}", label != IGNORED), Span(" ", False)]
         return Shown(tuple(spans), tokens_in_loss=int((row["labels"] != IGNORED).sum()))
 
-    def loss(
-        self, outputs: Any, targets: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
-    ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """(cross-entropy summed over the labels that are not -100, their number or the sum of their weights)."""
-        return token_loss(outputs, targets, weight, smoothing)
+    loss = staticmethod(token_loss)
 
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.entity_metrics import EntityMetrics

@@ -186,9 +186,6 @@ def test_preferences_are_refused_with_the_way_to_train_them(tmp_path: Path) -> N
     with pytest.raises(DataError, match="'chosen' and 'rejected' hold preferences"):
         recognise(source)
     prepare(source, tmp_path, prompt="prompt", completion="chosen")
-    marked: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": bool(row % 2)} for row in range(20)]
-    with pytest.raises(DataError, match="'completion' and 'label' hold preferences"):
-        prepare(write_jsonl(tmp_path / "b.jsonl", marked), tmp_path)
     with pytest.raises(DataError, match="no column 'text'. It has: ask. Set data.text, data.messages, or data.prompt"):
         prepare(write_jsonl(tmp_path / "c.jsonl", [{"ask": "a"}]), tmp_path)
 

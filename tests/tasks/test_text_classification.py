@@ -91,12 +91,6 @@ def test_typed_booleans_are_the_labels_of_the_training_data_in_its_spelling(spel
     assert prepared.eval.array("labels").tolist() == [1, 0]
 
 
-def test_text_in_another_spelling_is_another_label(tmp_path: Path) -> None:
-    rows = [{"text": f"row {value}", "label": value} for value in (True, False)] * 2
-    with pytest.raises(DataError, match="has a label that is not in the training data: 'True'"):
-        prepare(tmp_path, rows, eval=[{"text": "a", "label": "True"}], on_bad_row="stop")
-
-
 def test_pairs_have_token_types(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, text=["text", "second"])
     longer = int((prepared.train.lengths > 10).sum())
