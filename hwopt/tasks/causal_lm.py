@@ -12,7 +12,7 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import advice, split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
-from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations, read_prompts
+from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations
 from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
 from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
 from hwopt.data.sources.messages import BadConversation
@@ -189,7 +189,7 @@ class CausalLM(Task):
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""
         layout = layout_of(rows.table, job.data, answers=False)
         if layout.chat:
-            return read_prompts(rows, layout.columns[0])
+            return read_conversations(rows, layout.columns[:1], answers=False)
         key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt"
         (prompts,) = text_columns(rows, layout.columns[:1], key)
         return prompts
@@ -246,8 +246,7 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
             unwritten.setdefault(kind, [0, sample])[0] += 1
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
-    arrays, encoded, meta = found.encoding()
-    return arrays, encoded, {**meta, "unwritten": unwritten}
+    return found.encoding(unwritten=unwritten)
 
 
 def unwritten_parts(parts: Mapping[str, Samples], prepared: Prepared) -> list[str]:

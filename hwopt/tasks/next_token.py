@@ -68,8 +68,8 @@ class SampleArrays:
         reason = f"has {what}: data.max_length = {longest}, {len(tokens):,} tokens"
         self.add(sample, tokens[:kept], labels[:kept], reason, kept < len(tokens))
 
-    def encoding(self) -> Encoding:
-        """The arrays of all samples. Raises DataError if no sample is left."""
+    def encoding(self, **meta: Any) -> Encoding:
+        """The arrays of all samples, and `meta`. Raises DataError if no sample is left."""
         import numpy as np
 
         if not self.inputs:
@@ -77,7 +77,7 @@ class SampleArrays:
         lengths = np.array([len(one) for one in self.inputs], np.int64)
         counts = np.array([(one != IGNORED).sum() for one in self.labels], np.int32)
         arrays = {"labels": np.concatenate(self.labels), "counts": counts}
-        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped), {}
+        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped), meta
 
 
 def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> Encoding:
@@ -135,8 +135,7 @@ def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, p
             tokens, masked = [*whole[:begin], *ended(whole[begin:], tokenizer.eos_token_id)], max(begin - 1, 0)
             what = f"no completion after truncation: the prompt has {len(prompt):,} tokens"
             found.add_shifted(sample, tokens[:-1], [IGNORED] * masked + tokens[masked + 1 :], what)
-    arrays, encoded, meta = found.encoding()
-    return arrays, encoded, {**meta, "merged": merged}
+    return found.encoding(merged=merged)
 
 
 def with_router_loss(loss: Any, coefficient: float, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:

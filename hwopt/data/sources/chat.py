@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,23 +59,11 @@ class Conversation:
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
-def read_conversations(rows: Rows, columns: Sequence[str]) -> list[Conversation | None]:
-    """The conversation of each row of the table. Rows that hold none are marked as bad, with None here."""
-    return _read(rows, columns, lambda cells: conversation_of(cells, columns))
-
-
-def read_prompts(rows: Rows, column: str) -> list[Conversation | None]:
-    """The conversation of each row up to the answer to generate: without the assistant's last message.
+def read_conversations(rows: Rows, columns: Sequence[str], answers: bool = True) -> list[Conversation | None]:
+    """The conversation of each row; without `answers`, that in the only column up to the answer to generate.
 
     Rows that hold none are marked as bad, with None here.
     """
-    return _read(rows, (column,), lambda cells: prompt_of(cells, column))
-
-
-def _read(
-    rows: Rows, columns: Sequence[str], conversation: Callable[[dict[str, Any]], Conversation]
-) -> list[Conversation | None]:
-    """What `conversation` returns for the cells of each row; None for rows that are bad, now or before."""
     from hwopt.data.sources.tables import find_column
 
     values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
@@ -87,7 +75,8 @@ def _read(
         if rows.places.numbers[row] in rows.bad_rows.reasons:
             continue
         try:
-            found[row] = conversation({name: column[row] for name, column in values.items()})
+            cells = {name: column[row] for name, column in values.items()}
+            found[row] = conversation_of(cells, columns) if answers else prompt_of(cells, columns[0])
         except BadConversation as error:
             rows.mark_bad(row, str(error))
     return found
