@@ -13,23 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.data.answer_checks import (
-    CALLS,
-    SHORT,
-    THOUGHT_KEYS,
-    Written,
-    check_answer,
-    check_parts,
-    common_length,
-    connected,
-    is_closed,
-    left_out,
-    refused,
-    rewritten,
-    spoken,
-    takes_json,
-    without,
-)
+from hwopt.data import answer_checks as checks
 from hwopt.data.sources.chat import Conversation
 from hwopt.data.sources.messages import BadConversation, Message, with_json_arguments
 from hwopt.errors import InputError
@@ -128,7 +112,7 @@ class ChatTemplate:
     def end_token(self) -> int | None:
         """The token that ends an answer; None if an answer ends with ordinary text, or the template refuses a short question."""
         try:
-            text = self.trained_text(SHORT, {})
+            text = self.trained_text(checks.SHORT, {})
         except BadConversation:
             return None
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
@@ -142,13 +126,13 @@ class ChatTemplate:
         Only what has a special token: gpt-oss has `<|channel|>final<|message|>`, of which a text without those keeps "final".
         """
         found: set[str] = set()
-        for thoughts in ({}, dict.fromkeys(THOUGHT_KEYS, "thoughts")):
+        for thoughts in ({}, dict.fromkeys(checks.THOUGHT_KEYS, "thoughts")):
             try:
-                asked = self.text(SHORT[:1], {}, add_generation_prompt=True)
-                text = self.trained_text([SHORT[0], SHORT[1] | thoughts], {})
+                asked = self.text(checks.SHORT[:1], {}, add_generation_prompt=True)
+                text = self.trained_text([checks.SHORT[0], checks.SHORT[1] | thoughts], {})
             except BadConversation:
                 continue
-            found.update(text[common_length(asked, text) :].rpartition("answer")[0].split("thoughts"))
+            found.update(text[checks.common_length(asked, text) :].rpartition("answer")[0].split("thoughts"))
         special = special_texts(self.tokenizer)
         return sorted((header for header in found if any(token in header for token in special)), key=len, reverse=True)
 
@@ -158,7 +142,7 @@ class ChatTemplate:
         Raises BadConversation if the template refuses the conversation, lacks an answer or its end, or rewrites earlier turns.
         """
         called = any(conversation.messages[number].get("tool_calls") for number in conversation.answers)
-        if called and CALLS in self.left_out(conversation):
+        if called and checks.CALLS in self.left_out(conversation):
             raise BadConversation("the chat template does not write the tool calls of an answer")
         if conversation.prompt and self.turns == "all":
             return self.completed(conversation)
@@ -178,20 +162,20 @@ class ChatTemplate:
             return self.grown(messages, words, answers)
         text, spans = self.marked(messages, words)
         if self.turns == "last":
-            before = common_length(text, self.marked(messages[:-1], words)[0])
+            before = checks.common_length(text, self.marked(messages[:-1], words)[0])
             spans = [(max(start, before), end) for start, end in spans if end > before]
         else:
             for number in conversation.untrained:
-                spans = without(spans, self.turn(text, messages, words, number))
+                spans = checks.without(spans, self.turn(text, messages, words, number))
         trained = [text[start:end] for start, end in spans]
-        check_parts(trained, [messages[number] for number in answers])
+        checks.check_parts(trained, [messages[number] for number in answers])
         return text, spans
 
     def left_out(self, conversation: Conversation) -> list[str]:
         """What the template does not write of the conversation, such as "tools"."""
         completes = conversation.prompt and self.turns == "all"
         words = {**conversation.template_words, **(self.completing if completes else {})}
-        return left_out(self.text if completes else self.trained_text, *self.trained_part(conversation), words)
+        return checks.left_out(self.text if completes else self.trained_text, *self.trained_part(conversation), words)
 
     def trained_part(self, conversation: Conversation) -> tuple[list[Message], list[int]]:
         """(messages, indices of the answers to train): without what follows the last answer if only that is trained."""
@@ -208,8 +192,8 @@ class ChatTemplate:
         messages, words = conversation.messages, {**conversation.template_words, **self.completing}
         text, asked = self.text(messages, words), self.text(messages[: conversation.prompt], words, add_generation_prompt=True)
         tokens, offsets = self.tokens(text)
-        start = common_length(self.tokens(asked)[0], tokens)
-        check_parts(
+        start = checks.common_length(self.tokens(asked)[0], tokens)
+        checks.check_parts(
             [text[begin:] for begin, _ in offsets[start : start + 1]], [messages[number] for number in conversation.answers]
         )
         return tokens, [at >= start for at in range(len(tokens))]
@@ -221,17 +205,17 @@ class ChatTemplate:
         If that writes no end of an answer, as GLM's, it is TRL's training template, as in TRL with assistant_only_loss.
         """
         try:
-            ends = self.text(SHORT, {}).rpartition("answer")[2].strip()
+            ends = self.text(checks.SHORT, {}).rpartition("answer")[2].strip()
         except BadConversation:
             return {}
         return {} if ends or self.replaced is None else {"chat_template": self.replaced}
 
     def turn(self, text: str, messages: list[Message], words: Words, number: int) -> tuple[int, int]:
         """The span in `text` of message `number`. Raises BadConversation if `text` writes it differently."""
-        start = common_length(text, self.marked(messages[:number], words)[0]) if number else 0
+        start = checks.common_length(text, self.marked(messages[:number], words)[0]) if number else 0
         alone = self.marked(messages[: number + 1], words)[0]
         if not text.startswith(alone):
-            raise rewritten(number + 1)
+            raise checks.rewritten(number + 1)
         return start, len(alone)
 
     @property
@@ -243,11 +227,11 @@ class ChatTemplate:
 
         template = self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools"))
 
-        def write(messages: list[Message], words: Words) -> Written:
+        def write(messages: list[Message], words: Words) -> checks.Written:
             options = {**self.tokenizer.special_tokens_map, **words, "return_assistant_tokens_mask": True}
             rendered: Any = render_jinja_template([messages], chat_template=template, **options)
             (text,), (spans,) = rendered
-            return text, connected(spans)
+            return text, checks.connected(spans)
 
         return self.written(template, write, messages, words)
 
@@ -260,14 +244,14 @@ class ChatTemplate:
         whole, spans = self.text(messages, words), []
         for number in answers:
             prompt = self.text(messages[:number], words, add_generation_prompt=True)
-            before = common_length(prompt, whole)
+            before = checks.common_length(prompt, whole)
             if before < len(prompt) and before < len(self.text(messages[:number], words)):
-                raise rewritten(number + 1)
+                raise checks.rewritten(number + 1)
             after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], words)
-            end = common_length(after, whole)
+            end = checks.common_length(after, whole)
             if end < len(after):  # a template may end a conversation with a token of its own
-                end = self._turn_end(whole, before, end, spoken(messages[number]), number)
-            check_answer(whole[before:end], messages[number], number + 1, whole)
+                end = self._turn_end(whole, before, end, checks.spoken(messages[number]), number)
+            checks.check_answer(whole[before:end], messages[number], number + 1, whole)
             spans.append((before, end))
         return whole, spans
 
@@ -277,31 +261,31 @@ class ChatTemplate:
         `end` may lie in a token: the answer's own end, or the first token behind it. Only the content tells which.
         """
         if not content:
-            raise rewritten(number + 1)
+            raise checks.rewritten(number + 1)
         inside = [span for span in self.tokens(text)[1] if span[0] < end < span[1]]
         first, last = inside[0] if inside else (end, end)
-        return first if is_closed(text[begin:first], content) else last
+        return first if checks.is_closed(text[begin:first], content) else last
 
     def text(self, messages: list[Message], words: Words, add_generation_prompt: bool = False) -> str:
         """The text of `messages`. Raises BadConversation."""
         template = words.get("chat_template") or self.tokenizer.get_chat_template(tools=words.get("tools"))
 
-        def write(messages: list[Message], words: Words) -> Written:
+        def write(messages: list[Message], words: Words) -> checks.Written:
             options = {**words, "chat_template": template, "tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self.tokenizer.apply_chat_template(messages, **options)), []
 
         return self.written(template, write, messages, words)[0]
 
     def written(
-        self, template: str, write: Callable[[list[Message], Words], Written], messages: list[Message], words: Words
-    ) -> Written:
+        self, template: str, write: Callable[[list[Message], Words], checks.Written], messages: list[Message], words: Words
+    ) -> checks.Written:
         """What `write` makes of `messages`, with arguments of calls as `template` takes them. Raises BadConversation."""
         if any(message.get("tool_calls") for message in messages):
             if template not in self.json_calls:
-                self.json_calls[template] = takes_json(write)
+                self.json_calls[template] = checks.takes_json(write)
             if self.json_calls[template]:
                 messages = [with_json_arguments(message) if message.get("tool_calls") else message for message in messages]
         try:
             return write(messages, words)
         except Exception as error:  # jinja, and `raise_exception` of templates
-            raise refused(messages, error) from error
+            raise checks.refused(messages, error) from error
