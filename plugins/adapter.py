@@ -159,26 +159,26 @@ class Adapter(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        kind: Literal["lora", "dora"] = Field(default="lora", description="dora also trains the magnitude of each row.")
-        r: int = Field(default=16, gt=0, description="Rank of the low-rank matrices.")
-        lora_alpha: int = Field(default=32, gt=0, description="Scale of the adapter: lora_alpha / r.")
-        target_modules: Literal["all-linear", "default"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-            default="all-linear", description="Names of the modules to adapt; default: PEFT's for the model's type."
-        )
-        lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the adapter.")
-        use_rslora: bool = Field(
-            default=False, description="Scale the adapter by lora_alpha / sqrt(r) instead (rank-stabilized)."
-        )
-        init_lora_weights: Literal[True, "gaussian", "orthogonal", "olora", "pissa", "loftq"] = Field(
-            default=True, description="PEFT's initialization; true: B = 0. loftq needs quantized weights."
-        )
-        modules_to_save: tuple[str, ...] = Field(default=(), description="Names of further modules to train in full.")
-        layers_to_transform: Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
-            default=None, description="Indices of the layers to adapt; needs target_modules as a list. Default: all."
-        )
-        always: Annotated[bool, hw.MayChangeOnResume()] = Field(
-            default=False, description="Use an installed profile's adapter for models under 500 million parameters too."
-        )
+        kind: Literal["lora", "dora"] = "lora"
+        """dora also trains the magnitude of each row."""
+        r: int = Field(default=16, gt=0)
+        """Rank of the low-rank matrices."""
+        lora_alpha: int = Field(default=32, gt=0)
+        """Scale of the adapter: lora_alpha / r."""
+        target_modules: Literal["all-linear", "default"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+        """Names of the modules to adapt; default: PEFT's for the model's type."""
+        lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+        """Dropout on the input of the adapter."""
+        use_rslora: bool = False
+        """Scale the adapter by lora_alpha / sqrt(r) instead (rank-stabilized)."""
+        init_lora_weights: Literal[True, "gaussian", "orthogonal", "olora", "pissa", "loftq"] = True
+        """PEFT's initialization; true: B = 0. loftq needs quantized weights."""
+        modules_to_save: tuple[str, ...] = ()
+        """Names of further modules to train in full."""
+        layers_to_transform: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+        """Indices of the layers to adapt; needs target_modules as a list. Default: all."""
+        always: Annotated[bool, hw.MayChangeOnResume()] = False
+        """Use an installed profile's adapter for models under 500 million parameters too."""
 
         @model_validator(mode="after")
         def require_names_for_layers(self) -> Adapter.Options:
@@ -249,7 +249,7 @@ class Adapter(hw.Plugin):
         expected = min(adapters + magnitudes, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
         kinds = {"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"}
         found = {"kind": frozenset(kinds), "without_adapter": len(without)}
-        return hw.Evidence("active" if updated >= expected and not idle else "inactive", seen, found)
+        return hw.Evidence.of(updated >= expected and not idle, seen, **found)
 
     def expects(self) -> Mapping[str, Any]:
         modules = self.options.target_modules

@@ -79,4 +79,4 @@ class Allocator(hw.Plugin):
         if not segments:
             return hw.Evidence.unknown(seen)
         # the others may hold tensors of earlier work of the process
-        return hw.Evidence.active(seen) if share > 0.5 else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(share > 0.5, seen)

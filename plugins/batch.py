@@ -90,25 +90,19 @@ class Batch(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        train: Annotated[Rows | Literal["auto"], hw.FitsMemory()] = Field(
-            default=TRAIN_ROWS, description='Rows of a training micro-batch on each rank; "auto": as many as fit into memory.'
-        )
-        eval: Annotated[Rows | Literal["auto"] | None, hw.FitsMemory()] = Field(
-            default=None, description='Rows of an evaluation batch, or "auto"; default 2 x train.'
-        )
-        eval_tokens: int | None = Field(
-            default=None, gt=0, description="Most tokens of an evaluation batch, as rows x the longest one; default no limit."
-        )
-        gradient_accumulation_steps: Rows | None = Field(
-            default=None, description="Micro-batches per optimizer step on one rank; default 1."
-        )
-        effective: Rows | None = Field(
-            default=None, description="Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps."
-        )
+        train: Annotated[Rows | Literal["auto"], hw.FitsMemory()] = TRAIN_ROWS
+        """Rows of a training micro-batch on each rank; "auto": as many as fit into memory."""
+        eval: Annotated[Rows | Literal["auto"] | None, hw.FitsMemory()] = None
+        """Rows of an evaluation batch, or "auto"; default 2 x train."""
+        eval_tokens: int | None = Field(default=None, gt=0)
+        """Most tokens of an evaluation batch, as rows x the longest one; default no limit."""
+        gradient_accumulation_steps: Rows | None = None
+        """Micro-batches per optimizer step on one rank; default 1."""
+        effective: Rows | None = None
+        """Rows of an optimizer step over all ranks; overrides gradient_accumulation_steps."""
 
-        effective_tokens: int | None = Field(
-            default=None, gt=0, description="Tokens of an optimizer step over all ranks, on average, instead of its rows."
-        )
+        effective_tokens: int | None = Field(default=None, gt=0)
+        """Tokens of an optimizer step over all ranks, on average, instead of its rows."""
 
         @model_validator(mode="after")
         def require_step_size(self) -> Batch.Options:
@@ -147,7 +141,7 @@ class Batch(hw.Plugin):
         elif context.task.target == "next_token":
             mean += 1  # the last token, which is only a label: tools count it
         rows = min(MAX_ROWS, max(1, round(tokens / mean)))
-        options = self.options.model_copy(update={"effective": rows, "effective_tokens": None})
+        options = self.options.changed(effective=rows, effective_tokens=None)
         decision = Batch(options).probe_rows(context)
         reason = f"{tokens:,} tokens / {mean:,.1f} per sample ({of}): {decision.reason}"
         return replace(decision, reason=reason, options=decision.options or (options,))
@@ -183,10 +177,10 @@ class Batch(hw.Plugin):
         """Options with every value of "auto" replaced by a size, in descending order of size."""
         options = self.options
         if options.train != "auto":
-            return [options.model_copy(update={"eval": rows}) for rows in candidate_rows(4 * max(options.train, 64))]
+            return [options.changed(eval=rows) for rows in candidate_rows(4 * max(options.train, 64))]
         evaluation = None if options.eval == "auto" else options.eval
         rank_rows = ceil((options.effective or 1) / world_size)
-        return [options.model_copy(update={"train": rows, "eval": evaluation}) for rows in candidate_rows(rank_rows)]
+        return [options.changed(train=rows, eval=evaluation) for rows in candidate_rows(rank_rows)]
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.batch.update(self.options.model_dump(exclude_none=True))  # each option is a key of the same name

@@ -146,11 +146,10 @@ class Checkpointing(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        layers: Annotated[Layers, hw.FitsMemory()] = Field(
-            default="all",
-            description='"all", "selective" (store matrix products and attention), n: every n-th layer, "auto": by the forecast.',
-        )
-        offload: bool = Field(default=False, description="Keep the inputs of the checkpointed layers in pinned host memory.")
+        layers: Annotated[Layers, hw.FitsMemory()] = "all"
+        """Which layers: "all", "selective" (store matrix products and attention), n: every n-th, or "auto": by the forecast."""
+        offload: bool = False
+        """Keep the inputs of the checkpointed layers in pinned host memory."""
 
         @model_validator(mode="after")
         def require_stored_inputs(self) -> Checkpointing.Options:
@@ -168,7 +167,7 @@ class Checkpointing(hw.Plugin):
         if not model.supports_checkpointing:
             return hw.Decision.skip(f"{model.architecture} does not support activation checkpointing")
         if isinstance(layers, int) and layers > model.layers:
-            to = self.options.model_copy(update={"layers": model.layers})
+            to = self.options.changed(layers=model.layers)
             return hw.Decision.fallback(
                 to, f"one in {layers} layers needs {layers} layers, {model.architecture} has {model.layers}"
             )
@@ -176,10 +175,10 @@ class Checkpointing(hw.Plugin):
         if layers == "auto":
             offload = self.options.offload and bool(able)
             names = ["all"] if offload else ["selective", "all"]
-            options = [self.options.model_copy(update={"layers": name, "offload": offload}) for name in names]
+            options = [self.options.changed(layers=name, offload=offload) for name in names]
             return hw.Decision.choose(options, f"the fastest that fits of: off, {', '.join(names)}", optional=True)
         if self.options.offload and not able:
-            to = self.options.model_copy(update={"offload": False})
+            to = self.options.changed(offload=False)
             return hw.Decision.fallback(to, f"{able.reason}; the inputs of the layers stay there")
         return hw.Decision.apply(described(layers, model.layers, self.options.offload)[2])
 
@@ -244,14 +243,14 @@ class Checkpointing(hw.Plugin):
             stored = [name for name, twice in again.items() if not twice]
             seen += f"; {len(again) - len(stored)} of {len(again)} with a backward pass were recomputed"
             seen += f", not {hw.first_names(stored)}" if stored else ""
-            return hw.Evidence("active" if again and not stored else "inactive", seen, found)
+            return hw.Evidence.of(again and not stored, seen, **found)
         # one call per layer and micro-batch in the forward pass, and one more per recomputed layer; each has one backward call
         calls, backward_calls = attention_calls(run.observation.operators)
         forward_calls = max(len(layers) * len(run.last_step_batch.sizes), backward_calls)
         seen += f"; {calls} attention calls in this step, {forward_calls} without recomputation"
         if calls < forward_calls:  # compiled code has its own kernels for attention
             return hw.Evidence.unknown(f"{seen}; recomputation cannot be counted without them", **found)
-        return hw.Evidence("active" if calls > forward_calls else "inactive", seen, found)
+        return hw.Evidence.of(calls > forward_calls, seen, **found)
 
     def expects(self) -> Mapping[str, Any]:
         return {"offload": self.options.offload, "every": interval(self.options.layers)}

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from hwopt import plugin as hw
 
@@ -109,16 +109,12 @@ class Compile(hw.Plugin):
     aliases: ClassVar[Mapping[str, str]] = {"torch_compile": "enabled = true", "torch_compile_mode": "mode"}
 
     class Options(hw.PluginOptions):
-        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
-            default="default",
-            description="Mode of torch.compile; on a CUDA device those with CUDA graphs run without graphs.",
-        )
-        scope: Literal["model", "block"] = Field(
-            default="model", description="What is compiled: the whole model, or each of its repeated layers."
-        )
-        widths: Literal["auto"] | tuple[int, ...] = Field(
-            default="auto", description="Widths in tokens that batches are padded to, ascending."
-        )
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+        """Mode of torch.compile; on a CUDA device those with CUDA graphs run without graphs."""
+        scope: Literal["model", "block"] = "model"
+        """What is compiled: the whole model, or each of its repeated layers."""
+        widths: Literal["auto"] | tuple[int, ...] = "auto"
+        """Widths in tokens that batches are padded to, ascending."""
 
         @field_validator("widths")
         @classmethod
@@ -138,7 +134,7 @@ class Compile(hw.Plugin):
         if hardware.device_type == "cuda" and hardware.source == "detected" and not context.has("triton"):
             return hw.Decision.skip("torch.compile on CUDA needs Triton, but triton is not installed")
         if hardware.device_type == "cuda" and (mode := WITHOUT_GRAPHS.get(self.options.mode)):
-            without = self.options.model_copy(update={"mode": mode})
+            without = self.options.changed(mode=mode)
             found = type(self)(without).probe(context)
             why = f"{self.options.mode} records CUDA graphs, which several micro-batches of a step would overwrite"
             return hw.Decision.fallback((*found.options, without)[0], f"{why}; {found.reason}")
@@ -148,11 +144,11 @@ class Compile(hw.Plugin):
         limit, what = min(limits, default=None), f"{self.options.scope}, mode {self.options.mode}"
         if self.options.widths == "auto":
             widths = fixed_widths(limit)
-            to = self.options.model_copy(update={"widths": widths})
+            to = self.options.changed(widths=widths)
             return hw.Decision.apply(f"{what}, {len(widths)} widths up to {widths[-1]}", to)
         widest = self.options.widths[-1]
         if limit and widest < limit:
-            to = self.options.model_copy(update={"widths": (*self.options.widths, limit)})
+            to = self.options.changed(widths=(*self.options.widths, limit))
             return hw.Decision.fallback(to, f"samples can have {limit} tokens, the largest of widths is {widest}; {limit} added")
         return hw.Decision.apply(f"{what}, widths {list(self.options.widths)}")
 
@@ -195,7 +191,7 @@ class Compile(hw.Plugin):
             of = f"{len(eager)} of {len(compiled)} compiled module(s)"
             seen += f"; {sum(eager.values())} matrix products of {of} ran outside of the graphs: {hw.first_names([*eager])}"
             return hw.Evidence.inactive(seen)
-        return hw.Evidence.active(seen) if compiled and graphs else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(compiled and graphs, seen)
 
 
 def eager_blocks(model: Any) -> list[str]:

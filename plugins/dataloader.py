@@ -47,17 +47,16 @@ class Dataloader(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-            default="auto", description='Worker processes per rank, or "auto".'
-        )
-        pin_memory: Literal["auto"] | bool = Field(
-            default="auto", description='Use page-locked host memory; "auto": on CUDA devices.'
-        )
-        prefetch_factor: int = Field(default=2, gt=0, description="Step batches that each worker prepares ahead.")
-        persistent_workers: bool = Field(default=True, description="Keep workers alive between epochs.")
-        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = Field(
-            default=None, description="How workers are started; default: Python's default on this system."
-        )
+        num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+        """Worker processes per rank, or "auto"."""
+        pin_memory: Literal["auto"] | bool = "auto"
+        """Use page-locked host memory; "auto": on CUDA devices."""
+        prefetch_factor: int = Field(default=2, gt=0)
+        """Step batches that each worker prepares ahead."""
+        persistent_workers: bool = True
+        """Keep workers alive between epochs."""
+        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
+        """How workers are started; default: Python's default on this system."""
 
     options: Options
 
@@ -81,7 +80,7 @@ class Dataloader(hw.Plugin):
         if hardware.system == "Windows" and start in ("fork", "forkserver"):
             reasons.append(f"Windows cannot start processes by {start!r}, only by 'spawn'")
             start = "spawn"
-        to = options.model_copy(update={"num_workers": workers, "pin_memory": pinned, "multiprocessing_context": start})
+        to = options.changed(num_workers=workers, pin_memory=pinned, multiprocessing_context=start)
         if reasons:
             return hw.Decision.fallback(to, f"{'; '.join(reasons)}; {named(workers, 'worker')}")
         return hw.Decision.apply(text, to)

@@ -46,9 +46,8 @@ class GroupLengths(hw.Plugin):
     aliases: ClassVar[Mapping[str, str]] = {"group_by_length": "enabled = true"}
 
     class Options(hw.PluginOptions):
-        noise: float = Field(
-            default=0.1, ge=0, le=1, description="Random change of each length before sorting, as a fraction of the length."
-        )
+        noise: float = Field(default=0.1, ge=0, le=1)
+        """Random change of each length before sorting, as a fraction of the length."""
 
     options: Options
 
@@ -70,4 +69,4 @@ class GroupLengths(hw.Plugin):
         seen = f"standard deviation of lengths: {within:.1f} tokens in the last step, {overall:.1f} tokens in the data"
         if overall == 0 or len(samples) in (1, len(lengths)):
             return hw.Evidence.unknown(f"nothing to group: {seen}")
-        return hw.Evidence.active(seen) if within < 0.75 * overall else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(within < 0.75 * overall, seen)

@@ -70,7 +70,8 @@ class NefTune(hw.Plugin):
     aliases: ClassVar[Mapping[str, str | hw.Alias]] = {"neftune_noise_alpha": "alpha"}
 
     class Options(hw.PluginOptions):
-        alpha: float = Field(default=5.0, gt=0, description="Size of the noise.")
+        alpha: float = Field(default=5.0, gt=0)
+        """Size of the noise."""
 
     options: Options
 
@@ -89,4 +90,4 @@ class NefTune(hw.Plugin):
         noise = next(part for part in run.parts if isinstance(part, EmbeddingNoise))
         scale, micro_batches = float(noise.scale), len(run.last_step_batch.sizes) or 1  # a script may not say them
         seen = f"noise of at most {scale:.3g} added {noise.calls} times in a step of {micro_batches} micro-batch(es)"
-        return hw.Evidence.active(seen) if noise.calls >= micro_batches and scale > 0 else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(noise.calls >= micro_batches and scale > 0, seen)

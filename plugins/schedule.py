@@ -31,9 +31,8 @@ class Schedule(hw.Plugin):
     effect = "rounding"  # the warm-up is a hyperparameter: with equal values the results agree up to rounding
 
     class Options(hw.PluginOptions):
-        warmup_ratio: float = Field(
-            default=0.06, ge=0, lt=1, description="Fraction of all optimizer steps, at least 0 and below 1."
-        )
+        warmup_ratio: float = Field(default=0.06, ge=0, lt=1)
+        """Fraction of all optimizer steps, at least 0 and below 1."""
 
     options: Options
 
@@ -42,7 +41,7 @@ class Schedule(hw.Plugin):
         for key in ("warmup_steps", "warmup_ratio"):
             value = getattr(context.job.training, key)
             if value is not None:
-                options = self.options if value else self.options.model_copy(update={"warmup_ratio": 0.0})
+                options = self.options if value else self.options.changed(warmup_ratio=0.0)
                 return hw.Decision.apply(f"overridden by training.{key} = {value} of the job; without it: {reason}", options)
         return hw.Decision.apply(reason)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from hwopt import plugin as hw
 from hwopt.hardware.device import Feature, Hardware
@@ -67,10 +67,8 @@ class Sdpa(hw.Plugin):
     aliases: ClassVar[Mapping[str, str | hw.Alias]] = {"attn_implementation": hw.Alias("prefer", kernels_from)}
 
     class Options(hw.PluginOptions):
-        prefer: tuple[Kernel, ...] = Field(
-            default=("flash", "efficient", "cudnn", "math"),
-            description='At least two kernels in order of preference, one of them "math"; or ["eager"]: attention without SDPA.',
-        )
+        prefer: tuple[Kernel, ...] = ("flash", "efficient", "cudnn", "math")
+        """At least two kernels in order of preference, one of them "math"; or ["eager"]: attention without SDPA."""
 
         @field_validator("prefer")
         @classmethod
@@ -100,7 +98,7 @@ class Sdpa(hw.Plugin):
             reasons.append(f"flash: on a CPU it needs attention dropout 0 in training, found {context.model.attention_dropout:g}")
         text = f"{', '.join(kept)} in this order"
         if reasons:
-            return hw.Decision.fallback(self.options.model_copy(update={"prefer": kept}), f"{'; '.join(reasons)}; takes {text}")
+            return hw.Decision.fallback(self.options.changed(prefer=kept), f"{'; '.join(reasons)}; takes {text}")
         return hw.Decision.apply(text)
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:

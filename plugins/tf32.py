@@ -78,4 +78,4 @@ class Tf32(hw.Plugin):
             return hw.Evidence.unknown(f"no matmuls were recorded; {seen}")
         if matmul == "tf32" and convolution == "tf32" and not in_fp32:  # which products are in fp32 is up to other plugins
             return hw.Evidence.unknown(f"{seen}, so TF32 had nothing to speed up")
-        return hw.Evidence.active(seen) if matmul == "tf32" and convolution == "tf32" else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(matmul == "tf32" and convolution == "tf32", seen)

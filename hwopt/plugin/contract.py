@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -59,9 +59,16 @@ class FitsMemory:
 
 
 class PluginOptions(BaseModel):
-    """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors."""
+    """The options of a plugin, the TOML table `[plugins.<name>]`. Frozen; unknown keys are errors.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    The string below an option describes it in `hwopt plugins NAME` and in the schema for editors.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def changed(self, **changes: Any) -> Self:
+        """These options with `changes`, which are not validated."""
+        return self.model_copy(update=changes)
 
     @classmethod
     def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:

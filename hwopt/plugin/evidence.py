@@ -19,6 +19,11 @@ class Evidence:
     A frozenset holds everything that was seen: each of its values must be an expected one."""
 
     @classmethod
+    def of(cls, active: object, seen: str, **found: Any) -> Evidence:
+        """Active evidence if `active` is true, else inactive evidence."""
+        return cls("active" if active else "inactive", seen, found)
+
+    @classmethod
     def active(cls, seen: str, **found: Any) -> Evidence:
         return cls("active", seen, found)
 

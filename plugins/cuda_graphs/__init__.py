@@ -88,15 +88,13 @@ class CudaGraphs(hw.Plugin):
     )
 
     class Options(hw.PluginOptions):
-        shapes: int = Field(default=32, ge=1, description="Shapes (rows, width) of micro-batches that have a graph at most.")
-        widths: tuple[int, ...] = Field(
-            default=(), description="Widths in tokens that batches are padded to, ascending; () chooses them."
-        )
-        tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-            default="auto",
-            description="Micro-batches with more tokens run eagerly. auto: those for which the device needs longer than the host "
-            "for its launches, by the forecast. 0: no limit.",
-        )
+        shapes: int = Field(default=32, ge=1)
+        """Shapes (rows, width) of micro-batches that have a graph at most."""
+        widths: tuple[int, ...] = ()
+        """Widths in tokens that batches are padded to, ascending; () chooses them."""
+        tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+        """Micro-batches with more tokens run eagerly. auto: those for which the device needs longer than the host for its
+        launches, by the forecast. 0: no limit."""
 
         def captured(self, rows: int) -> tuple[int, ...]:
             """The widths with which micro-batches of `rows` rows have a graph."""
@@ -126,7 +124,7 @@ class CudaGraphs(hw.Plugin):
             widths = few_widths(min(limits, default=4096))
         reason = f"one launch for both passes of a micro-batch{f' of up to {tokens:,} tokens' if tokens else ''}{text}; "
         reason += f"up to {self.options.shapes} shapes" + (f" of {len(widths)} widths" if widths else "")
-        return hw.Decision.apply(reason, self.options.model_copy(update={"tokens": tokens, "widths": widths}))
+        return hw.Decision.apply(reason, self.options.changed(tokens=tokens, widths=widths))
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         assert self.options.tokens != "auto", "probe() replaces it"

@@ -21,8 +21,6 @@ from math import ceil
 from typing import Any, ClassVar, Literal
 from unittest import mock
 
-from pydantic import Field
-
 from hwopt import plugin as hw
 
 SETTINGS = {
@@ -42,14 +40,10 @@ class Fsdp(hw.Plugin):
     aliases: ClassVar[Mapping[str, str]] = {"fsdp": "enabled = true"}
 
     class Options(hw.PluginOptions):
-        reshard_after_forward: bool = Field(
-            default=True,
-            description="Free gathered weights after forward and gather them again for backward; false: faster, more memory.",
-        )
-        reduce: Literal["micro_batch", "step"] = Field(
-            default="micro_batch",
-            description="When gradients are reduced: after each micro-batch, or once per step (more memory).",
-        )
+        reshard_after_forward: bool = True
+        """Free gathered weights after forward and gather them again for backward; false: faster, more memory."""
+        reduce: Literal["micro_batch", "step"] = "micro_batch"
+        """When gradients are reduced: after each micro-batch, or once per step (more memory)."""
 
     options: Options
 
@@ -113,4 +107,4 @@ class Fsdp(hw.Plugin):
         sharded = all_sharded and updates_shards and run.world_size > 1 and units > 1
         if not run.observation.operators and sharded:
             return hw.Evidence.unknown(f"{seen}; no operators were recorded")
-        return hw.Evidence.active(seen) if sharded and gathered else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(sharded and gathered, seen)

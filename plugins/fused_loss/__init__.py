@@ -156,21 +156,14 @@ class FusedLoss(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        backend: Literal["auto", "liger", "torch"] = Field(
-            default="auto", description='"auto": the kernels of Liger if they run here, else plain torch.'
-        )
-        chunks: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-            default="auto",
-            description=f'Chunks of a micro-batch, torch only; "auto": vocabulary / hidden size, at most {MAX_CHUNKS}.',
-        )
+        backend: Literal["auto", "liger", "torch"] = "auto"
+        """Kernels of the loss; "auto": those of Liger if they run here, else plain torch."""
+        chunks: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+        """Chunks of a micro-batch, torch only; "auto": vocabulary / hidden size, at most 16."""
 
-        least_share: float = Field(
-            default=0.1,
-            ge=0,
-            le=1,
-            description="Estimated part of the logits in a token's activations below which the plugin of an installed profile "
-            "is skipped; your own table is skipped only if it sets this option.",
-        )
+        least_share: float = Field(default=0.1, ge=0, le=1)
+        """Estimated part of the logits in a token's activations below which the plugin of an installed profile is
+        skipped; your own table is skipped only if it sets this option."""
 
         @model_validator(mode="after")
         def require_torch_for_chunks(self) -> FusedLoss.Options:
@@ -192,11 +185,11 @@ class FusedLoss(hw.Plugin):
             return hw.Decision.skip(reason)
         liger = liger_capability(context)
         if liger and options.backend != "torch" and options.chunks == "auto":
-            return hw.Decision.apply(liger.reason, options.model_copy(update={"backend": "liger"}))
+            return hw.Decision.apply(liger.reason, options.changed(backend="liger"))
         chunks = options.chunks
         if chunks == "auto":
             chunks = min(default_chunks(model.vocab_size, model.hidden_size), MAX_CHUNKS)
-        to = options.model_copy(update={"backend": "torch", "chunks": chunks})
+        to = options.changed(backend="torch", chunks=chunks)
         what = f"logits over {model.vocab_size:,} tokens in {chunks} chunks per micro-batch"
         if options.backend == "liger":
             return hw.Decision.fallback(to, f"liger: {liger.reason}; takes torch, {what}")

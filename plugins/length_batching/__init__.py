@@ -50,13 +50,10 @@ class LengthBatching(hw.Plugin):
     relations = hw.Relations(after=("cuda_graphs",))  # which tells if micro-batches are to have few shapes
 
     class Options(hw.PluginOptions):
-        tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
-            default="auto",
-            description='Maximum rows x width of a micro-batch; "auto": batch.train x the longest row of the step.',
-        )
-        overhead_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-            default="auto", description='Cost of one more micro-batch, in tokens; "auto": from the card and the model.'
-        )
+        tokens: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+        """Maximum rows x width of a micro-batch; "auto": batch.train x the longest row of the step."""
+        overhead_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+        """Cost of one more micro-batch, in tokens; "auto": from the card and the model."""
 
     options: Options
 
@@ -68,7 +65,7 @@ class LengthBatching(hw.Plugin):
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
         overhead, _, text = self.price(context)
         fixed = self.options.overhead_tokens == "auto" and context.hardware.device_type == "cpu"
-        options = self.options.model_copy(update={"overhead_tokens": overhead}) if fixed else None
+        options = self.options.changed(overhead_tokens=overhead) if fixed else None
         return hw.Decision.apply(f"micro-batches by length, at most {budget} tokens each; {text}", options)
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:

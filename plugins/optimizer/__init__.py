@@ -28,7 +28,7 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 from unittest import mock
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from hwopt import plugin as hw
 from hwopt.hardware.device import Support
@@ -185,13 +185,13 @@ class Optimizer(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        name: Name = Field(default="adamw_torch_fused", description="Name of the optimizer in transformers.")
-        fallback: tuple[Name, ...] = Field(default=(), description="Tried in this order if `name` cannot run; then adamw_torch.")
-        stochastic_rounding: bool | None = Field(
-            default=None,
-            description="Round updates of bf16 weights (precision.level pure) up or down at random; only adamw_torch_8bit and "
-            "adamw_torch_4bit can, and do by default.",
-        )
+        name: Name = "adamw_torch_fused"
+        """Name of the optimizer in transformers."""
+        fallback: tuple[Name, ...] = ()
+        """Tried in this order if `name` cannot run; then adamw_torch."""
+        stochastic_rounding: bool | None = None
+        """Round updates of bf16 weights (precision.level pure) up or down at random; only adamw_torch_8bit and
+        adamw_torch_4bit can, and do by default."""
 
         @model_validator(mode="after")
         def require_torchao_for_stochastic_rounding(self) -> Optimizer.Options:
@@ -220,7 +220,7 @@ class Optimizer(hw.Plugin):
             name = "adamw_torch"
         rounding = self.options.stochastic_rounding is not False if name in TORCHAO_BITS else None
         update = {"name": name, "stochastic_rounding": rounding} | ({"fallback": ()} if refused else {})
-        to = self.options.model_copy(update=update)
+        to = self.options.changed(**update)
         if refused:
             takes = name if capability else f"{name}, the last candidate"
             return hw.Decision.fallback(to, f"{'; '.join(refused)}; takes {takes}")

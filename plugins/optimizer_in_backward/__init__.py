@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
 from hwopt import plugin as hw
 
 
@@ -51,11 +49,9 @@ class OptimizerInBackward(hw.Plugin):
     aliases: ClassVar[Mapping[str, str]] = {"optimizer_in_bwd": "enabled = true"}
 
     class Options(hw.PluginOptions):
-        clipping: Literal["refuse", "off", "parameter"] = Field(
-            default="refuse",
-            description="What to do if training.max_grad_norm is above 0. refuse: end with an error. off: do not clip. "
-            "parameter: clip each gradient to this norm.",
-        )
+        clipping: Literal["refuse", "off", "parameter"] = "refuse"
+        """What to do if training.max_grad_norm is above 0. refuse: end with an error. off: do not clip. parameter: clip
+        each gradient to this norm."""
 
     options: Options
 
@@ -88,4 +84,4 @@ class OptimizerInBackward(hw.Plugin):
         missed = getattr(run.engine, "missed", run.parameter_names)
         seen = f"{updated} of {parameters} parameters were updated in the backward pass of this step; {len(missed)} after it"
         seen += f": {hw.first_names(missed)}" if missed else ""
-        return hw.Evidence.active(seen) if updated and not missed else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(updated and not missed, seen)

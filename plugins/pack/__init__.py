@@ -174,13 +174,10 @@ class Pack(hw.Plugin):
     )
 
     class Options(hw.PluginOptions):
-        width: int | None = Field(
-            default=None, gt=0, description="Maximum tokens per row; default about twice the longest sample of the step."
-        )
-        kernel: Literal["auto", "mask", "flash"] = Field(
-            default="auto",
-            description='How documents are separated: "mask" by a mask; "flash" by the flash-attn package.',
-        )
+        width: int | None = Field(default=None, gt=0)
+        """Maximum tokens per row; default about twice the longest sample of the step."""
+        kernel: Literal["auto", "mask", "flash"] = "auto"
+        """How documents are separated: "mask" by a mask; "flash" by the flash-attn package."""
 
     options: Options
 
@@ -198,7 +195,7 @@ class Pack(hw.Plugin):
             return hw.Decision.apply(SEPARATED[self.options.kernel])
         problem = flash_problem(context)
         kernel = "mask" if problem else "flash"
-        return hw.Decision.apply(SEPARATED[kernel] + problem, self.options.model_copy(update={"kernel": kernel}))
+        return hw.Decision.apply(SEPARATED[kernel] + problem, self.options.changed(kernel=kernel))
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         model, width, flat = context.model, self.options.width, self.options.kernel == "flash"
@@ -226,7 +223,7 @@ class Pack(hw.Plugin):
         enough = len(pack_rows(step.lengths, max(step.lengths)))
         if enough < len(step.lengths):
             return hw.Evidence.inactive(f"{seen}; {enough} rows of {max(step.lengths):,} tokens are enough")
-        return hw.Evidence.active(seen) if shared else hw.Evidence.inactive(seen)
+        return hw.Evidence.of(shared, seen)
 
 
 def flash_problem(context: hw.Context) -> str:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from hwopt import plugin as hw
 
@@ -77,18 +77,13 @@ class Precision(hw.Plugin):
     }
 
     class Options(hw.PluginOptions):
-        dtype: Literal["auto", "fp16", "bf16", "fp32"] = Field(
-            default="auto", description='"auto": bf16 if the hardware supports it, else fp16, else fp32.'
-        )
-        level: Literal["O1", "O2", "pure"] = Field(
-            default="O1",
-            description="O1: autocast with fp32 weights. O2: half-precision weights with fp32 masters. pure: bf16 weights, "
-            "gradients and states without masters.",
-        )
-        full_eval: bool = Field(
-            default=False,
-            description="O2: evaluate with the half-precision weights; false: with the fp32 masters under autocast.",
-        )
+        dtype: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
+        """Dtype of matrix products; "auto": bf16 if the hardware supports it, else fp16, else fp32."""
+        level: Literal["O1", "O2", "pure"] = "O1"
+        """O1: autocast with fp32 weights. O2: half-precision weights with fp32 masters. pure: bf16 weights, gradients and
+        states without masters."""
+        full_eval: bool = False
+        """O2: evaluate with the half-precision weights; false: with the fp32 masters under autocast."""
 
         @model_validator(mode="after")
         def require_o2_for_full_eval(self) -> Precision.Options:
@@ -115,7 +110,7 @@ class Precision(hw.Plugin):
         options, hardware = self.options, context.hardware
         requested = options.dtype
         if options.level == "O2" and (why := context.lacking.get("masters")):
-            o1 = options.model_copy(update={"level": "O1"})
+            o1 = options.changed(level="O1")
             return hw.Decision.fallback((*type(self)(o1).probe(context).options, o1)[0], f"O1: {why}")
         if requested == "fp32":
             return hw.Decision.apply("full precision")
@@ -127,10 +122,10 @@ class Precision(hw.Plugin):
             reason += f", and takes {ratio:.2f} times as long as fp32 for a layer of this size, measured here"
             dtype = "bf16" if ratio < WORTH_IT else "fp32"
         if options.level == "pure" and dtype == "fp16":
-            to = options.model_copy(update={"dtype": dtype, "level": "O2"})
+            to = options.changed(dtype=dtype, level="O2")
             return hw.Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")
         unused = {"level": "O1", "full_eval": False} if dtype == "fp32" else {}
-        to = options.model_copy(update={"dtype": dtype} | unused)
+        to = options.changed(dtype=dtype, **unused)
         if requested == "auto":
             return hw.Decision.apply(f"{dtype}: {reason}", to)
         return hw.Decision.fallback(to, f"{requested}: {hardware.can(requested).reason}; takes {dtype}")

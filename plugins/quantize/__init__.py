@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from hwopt import plugin as hw
 from hwopt.hardware.device import GIB
 
@@ -204,12 +202,13 @@ class Quantize(hw.Plugin):
     )
 
     class Options(hw.PluginOptions):
-        bits: Literal[4, 8] = Field(default=4, description="4: NF4 in blocks of 64; 8: LLM.int8().")
-        double: bool = Field(default=True, description="4 bit only: also quantize the block scales.")
+        bits: Literal[4, 8] = 4
+        """4: NF4 in blocks of 64; 8: LLM.int8()."""
+        double: bool = True
+        """4 bit only: also quantize the block scales."""
         # may change, because "auto" depends on the hardware
-        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], hw.MayChangeOnResume()] = Field(
-            default="auto", description='4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32.'
-        )
+        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], hw.MayChangeOnResume()] = "auto"
+        """4 bit only: dtype of products with dequantized weights; "auto": bf16, fp16 or fp32."""
 
     options: Options
 
@@ -219,7 +218,7 @@ class Quantize(hw.Plugin):
         asked: Any = self.options.dtype
         can = context.hardware.can(asked) if asked in ("bf16", "fp16") else None
         dtype = context.hardware.best_dtype()[0] if asked == "auto" or (can is not None and not can) else asked
-        chosen = self.options.model_copy(update={"dtype": dtype})
+        chosen = self.options.changed(dtype=dtype)
         what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
         if chosen.bits == 8:
             what = "8 bit (LLM.int8()), 1 byte per weight"
@@ -260,7 +259,7 @@ class Quantize(hw.Plugin):
         if others := frozen_matrices(run.inner_model):
             seen += f"; {sum(p.nbytes for p in others):,} bytes in {len(others)} matrices outside of linear layers not quantized"
         bits = {round(8 * each.weight.nbytes / (each.in_features * each.out_features)) for each in layers}
-        return hw.Evidence("active" if layers and not missed else "inactive", seen, {"bits": frozenset(bits or {32})})
+        return hw.Evidence.of(layers and not missed, seen, bits=frozenset(bits or {32}))
 
     def expects(self) -> Mapping[str, Any]:
         return {"bits": self.options.bits}

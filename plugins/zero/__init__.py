@@ -19,7 +19,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from hwopt import plugin as hw
 from hwopt_plugins.zero.process import process_group
@@ -87,12 +87,10 @@ class Zero(hw.Plugin):
     aliases: ClassVar[Mapping[str, str]] = {"deepspeed": "enabled = true", "zero_stage": "stage", "zero_offload": "offload"}
 
     class Options(hw.PluginOptions):
-        stage: Literal["auto"] | Level = Field(
-            default="auto", description='ZeRO stage; 0: off; "auto": the cheapest that fits according to the memory plan.'
-        )
-        offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
-            default="auto", description='What is kept in host memory; "parameters" includes the optimizer and needs stage 3.'
-        )
+        stage: Literal["auto"] | Level = "auto"
+        """ZeRO stage; 0: off; "auto": the cheapest that fits according to the memory plan."""
+        offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
+        """What is kept in host memory; "parameters" includes the optimizer and needs stage 3."""
 
         @model_validator(mode="after")
         def require_combination(self) -> Zero.Options:
@@ -121,7 +119,7 @@ class Zero(hw.Plugin):
         if "auto" in (options.stage, options.offload):
             note = "; on one device nothing is sharded, only offload saves memory" if context.world_size == 1 else ""
             found = useful_combinations(options.stage, options.offload, context.world_size)
-            candidates = [options.model_copy(update={"stage": stage, "offload": offload}) for stage, offload in found]
+            candidates = [options.changed(stage=stage, offload=offload) for stage, offload in found]
             if len(candidates) == 1:
                 return hw.Decision.apply(f"the only possible combination{note}", candidates[0])
             return hw.Decision.choose(candidates, f"the cheapest of {len(candidates)} combinations that fits{note}")
@@ -207,7 +205,7 @@ class Zero(hw.Plugin):
         )
         shares = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
         found = {"stage": stage, "optimizer_on": "/".join(devices)}
-        return hw.Evidence.active(seen, **found) if shares else hw.Evidence.inactive(seen, **found)
+        return hw.Evidence.of(shares, seen, **found)
 
     def expects(self) -> Mapping[str, Any]:
         if self.options.stage == 0:
