@@ -22,9 +22,8 @@ from hwopt.plugin.alternatives import OFF, Choice, Scale
 from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.evidence import Evidence, first_names
 from hwopt.plugin.imports import Alias, dtype_name
-from hwopt.plugin.lazy import Lazy
 from hwopt.plugin.memory_spec import MemorySpec
-from hwopt.plugin.recipe import Recipe
+from hwopt.plugin.recipe import Lazy, Recipe
 from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
 from hwopt.plugin.run_view import EngineView, Events, Observation, RunView
 

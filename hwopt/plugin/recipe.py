@@ -12,28 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from hwopt.errors import PluginError
 from hwopt.plugin.guard import Guarded, GuardedOnce
 from hwopt.plugin.run_view import EVENTS, Events
 from hwopt.text import listing, nearest, truncate
-
-SLOTS = (
-    "loss",
-    "order",
-    "collate",
-    "cut",
-    "parameter_groups",
-    "optimizer",
-    "masters",
-    "scaler",
-    "schedule",
-    "engine",
-    "forward_backward",
-)
-LISTS = ("process", "model_steps", "optimizer_wraps", "prepared_steps", "export_steps", "final_steps", "state")
-SETTINGS = ("model_kwargs", "batch", "loader", "training", "accelerator")
 
 
 def can_be_replaced(what: str) -> bool:
@@ -130,6 +115,20 @@ def overridden_by(events: object, author: str) -> list[str]:
         what = f"{unknown[0]}() is not an event.{nearest(unknown[0], EVENTS)}" if unknown else "overrides no event."
         raise PluginError(f"{author}: {kind.__name__}: {what} The events are {listing(EVENTS, 30)}")
     return found
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """The callable `target` ("package.module:name"), imported at the first call: a plan needs no heavy package.
+
+    Picklable, as what data workers get must be.
+    """
+
+    target: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, _, name = self.target.partition(":")
+        return getattr(import_module(module), name)(*args, **kwargs)
 
 
 class Recipe:
@@ -247,3 +246,8 @@ class Recipe:
     def author_of(self, what: str) -> str:
         """The author of a slot, or of a key such as "batch['train']"; "the core" if no plugin set it."""
         return self._claims.get(what, "the core")
+
+
+SLOTS, LISTS, SETTINGS = (
+    tuple(name for name, kind in Recipe.__annotations__.items() if kind.endswith(end)) for end in ("None", "Steps", "Settings")
+)

@@ -60,46 +60,25 @@ __all__ = [
 COLOURS = ("red", "green", "blue")
 WORDS = (*COLOURS, "one", "two", "three", "four", "five", "up", "down", "left", "right", "hot", "cold", "old", "new", "big")
 
-TINY_BERT = {
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY_BERT = SIZES | {
     "model_type": "bert",
     "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "intermediate_size": 128,  # 8-bit optimizers leave tensors under 4,096 elements alone
     "max_position_embeddings": 64,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-TINY_LLAMA = {
+TINY_LLAMA = SIZES | {
     "model_type": "llama",
     "vocab_size": 300,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
-TINY_VIT = {
-    "model_type": "vit",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-    "image_size": 16,
-    "patch_size": 8,
-}
-TINY_T5 = {
-    "model_type": "t5",
-    "vocab_size": 300,
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-}
+TINY_VIT = SIZES | {"model_type": "vit", "intermediate_size": 128, "image_size": 16, "patch_size": 8}
+T5_SIZES = {"vocab_size": 300, "d_model": 32, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+TINY_T5 = {"model_type": "t5"} | T5_SIZES
 
 
 def write_photos(folder: Path, number: int, *, seed: int = 0) -> Path:

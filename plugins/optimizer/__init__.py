@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
 from importlib import import_module
-from itertools import chain
 from typing import Any, ClassVar, Literal
 from unittest import mock
 
@@ -32,8 +30,7 @@ from pydantic import model_validator
 
 from hwopt import plugin as hw
 from hwopt.hardware.device import Support
-from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
-from hwopt_plugins.optimizer.states import LEAST_PAGED, bf16_weights, is_paged, is_quantized, kind_of, moments_of, quantizable
+from hwopt_plugins.optimizer.states import TORCHAO_BITS, reserving_optimizer, states_in_use
 
 Name = Literal[
     "adamw_torch",
@@ -256,37 +253,8 @@ class Optimizer(hw.Plugin):
         return [hw.Scale(choices=tuple(choices), present=names.index(now))]
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
-        optimizer = run.optimizer
-        states = {
-            name: moments
-            for name, parameter in zip(run.parameter_names, run.engine.parameters, strict=False)
-            if (moments := moments_of(optimizer.state.get(parameter, {})))
-        }
-        kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
-        for value in chain.from_iterable(states.values()):
-            kinds[kind_of(value)] += value.numel()
-        fused = run.observation.calls("_fused_adamw")
-        cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
-        large = {
-            "quantized": {name: is_quantized(moments) for name, moments in states.items() if quantizable(moments, optimizer)},
-            "paged": {name: is_paged(moments) for name, moments in states.items() if moments[0].numel() >= LEAST_PAGED},
-        }
-        rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
-        bf16 = bf16_weights(optimizer)
-        seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
-        seen += f"; {fused} call(s) of the fused kernel in this step"
-        for what, wanted in (("quantized", "8bit" in cls or "4bit" in cls), ("paged", "Paged" in cls)):
-            if wanted:
-                seen += f"; {sum(large[what].values())} of {len(large[what])} large states {what}"
-                missed = [name for name, right in large[what].items() if not right]
-                seen += f", not {hw.first_names(missed)}" if missed else ""
-        if bf16:
-            seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
-        found = {"class": cls, "stochastic_rounding": rounding}
-        found |= {what: frozenset(each.values()) or False for what, each in large.items()}
-        if not run.observation.operators and cls == "torch.AdamW":
-            return hw.Evidence.unknown(f"{seen}; no operators were recorded", **found)
-        return hw.Evidence.active(seen, **found, fused=fused > 0)
+        found: hw.Evidence = states_in_use(run)
+        return found
 
     def expects(self) -> Mapping[str, Any]:
         name = self.options.name

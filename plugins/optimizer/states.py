@@ -1,12 +1,54 @@
-"""What the states of an optimizer are: in which dtype, quantized, paged. For the evidence."""
+"""The states of an optimizer: what they are, for the evidence, and one that only allocates them, for the memory planner."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+from hwopt import plugin as hw
 
 LEAST_QUANTIZED, LEAST_PAGED = 4096, 100_000
 """Elements of the smallest tensor whose states bitsandbytes and torchao quantize, and bitsandbytes pages."""
+TORCHAO_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
+TORCHAO_BLOCKS = {8: 256, 4: 128}
+"""Bits of a state -> elements that share a scale, by default."""
+
+
+def states_in_use(run: hw.RunView) -> hw.Evidence:
+    """The evidence of the plugin."""
+    optimizer = run.optimizer
+    states = {
+        name: moments
+        for name, parameter in zip(run.parameter_names, run.engine.parameters, strict=False)
+        if (moments := moments_of(optimizer.state.get(parameter, {})))
+    }
+    kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
+    for value in chain.from_iterable(states.values()):
+        kinds[kind_of(value)] += value.numel()
+    fused = run.observation.calls("_fused_adamw")
+    cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
+    large = {
+        "quantized": {name: is_quantized(moments) for name, moments in states.items() if quantizable(moments, optimizer)},
+        "paged": {name: is_paged(moments) for name, moments in states.items() if moments[0].numel() >= LEAST_PAGED},
+    }
+    rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
+    bf16 = bf16_weights(optimizer)
+    seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
+    seen += f"; {fused} call(s) of the fused kernel in this step"
+    for what, wanted in (("quantized", "8bit" in cls or "4bit" in cls), ("paged", "Paged" in cls)):
+        if wanted:
+            seen += f"; {sum(large[what].values())} of {len(large[what])} large states {what}"
+            missed = [name for name, right in large[what].items() if not right]
+            seen += f", not {hw.first_names(missed)}" if missed else ""
+    if bf16:
+        seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
+    found = {"class": cls, "stochastic_rounding": rounding}
+    found |= {what: frozenset(each.values()) or False for what, each in large.items()}
+    if not run.observation.operators and cls == "torch.AdamW":
+        return hw.Evidence.unknown(f"{seen}; no operators were recorded", **found)
+    return hw.Evidence.active(seen, **found, fused=fused > 0)
 
 
 def moments_of(state: Mapping[str, Any]) -> list[Any]:
@@ -39,3 +81,52 @@ def bf16_weights(optimizer: Any) -> int:
     """The number of bf16 values among the weights that are updated."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
+
+
+def reserving_optimizer(state_bytes: float, torchao_bits: int | None, on_card: bool, groups: list[dict[str, Any]]) -> Any:
+    """An optimizer that allocates `state_bytes` per parameter, or what torchao's AdamW of `torchao_bits` allocates.
+
+    `on_card`: on a CUDA device instead of a CPU.
+    """
+    import torch
+
+    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    one_kernel = torchao_bits == 8 and on_card and torch_version >= (2, 15)
+
+    class Reserving(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                state, temporary = torchao_bytes(p, torchao_bits) if torchao_bits else (plain_bytes(p, state_bytes), ())
+                temporary = () if one_kernel else temporary
+                if not self.state[p]:
+                    self.state[p] = {f"reserved {number}": part for number, part in enumerate(self.reserve(p, state))}
+                self.reserve(p, temporary)
+
+        def reserve(self, like: Any, sizes: tuple[float, ...]) -> list[Any]:
+            return [torch.empty(int(size), dtype=torch.uint8, device=like.device) for size in sizes]
+
+    class Early(Reserving):
+        def create_state(self) -> None:
+            """As the optimizers of bitsandbytes here; the planner makes the state itself."""
+
+    return (Reserving if torchao_bits else Early)(groups, {})
+
+
+def plain_bytes(parameter: Any, state_bytes: float) -> tuple[float, ...]:
+    """The bytes of the state of `parameter`; small tensors have 8 per element, unless the states are paged."""
+    return (parameter.numel() * (8 if state_bytes > 0 and parameter.numel() < LEAST_QUANTIZED else state_bytes),)
+
+
+def torchao_bytes(parameter: Any, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(bytes of the tensors of the two states, bytes of the temporaries of the compiled update) of torchao's AdamW.
+
+    A quantized state has packed codes, a 32-bit scale per block and a 32-bit table of code values. The compiled update stores
+    both states in fp32, and in 4 bit their codes as int64, before it packs them; Inductor of torch 2.15 makes one kernel of the
+    update in 8 bit on a CUDA device, which stores nothing (torch 2.11 and 2.15, as their allocators report).
+    Which tensors are quantized: torchao/optim/adam.py, `_new_buffer`.
+    """
+    count, scale = parameter.numel(), 4 * parameter.numel() / TORCHAO_BLOCKS[bits]
+    if count < LEAST_QUANTIZED or count % TORCHAO_BLOCKS[bits]:
+        return (count * parameter.element_size(),) * 2, ()
+    temporary = (4 * count, scale, *((8 * count,) if bits == 4 else ()))
+    return (count * bits / 8, scale, 4 * 2**bits) * 2, temporary * 2

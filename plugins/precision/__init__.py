@@ -184,39 +184,10 @@ class Precision(hw.Plugin):
         return [hw.Scale(choices=(o2, o1), present=("O2", "O1").index(present))]
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
-        from hwopt_plugins.precision.dtypes_in_use import (
-            PROFILER_NAMES,
-            count_dtypes,
-            frozen_in_fp32,
-            half_weights,
-            linear_layers,
-        )
+        from hwopt_plugins.precision.dtypes_in_use import dtypes_in_use
 
-        dtypes = run.observation.matmul_dtypes
-        matmuls = {name: dtypes.get(recorded, 0) for name, recorded in PROFILER_NAMES.items()}
-        weights = count_dtypes(run.inner_model.parameters())
-        stepped = count_dtypes(run.engine.parameters)
-        scale = run.engine.loss_scale()
-        counted = ", ".join(f"{count} in {name}" for name, count in matmuls.items() if count) or "none in fp16, bf16 or fp32"
-        seen = f"{sum(dtypes.values())} matmuls: {counted}; weights {weights}; the optimizer steps on {stepped}; "
-        seen += "no loss scale" if scale is None else f"loss scale {scale.item():g}"
-        if not dtypes:
-            return hw.Evidence.unknown(f"no matmuls were recorded; {seen}")
-        linear, fell_out = linear_layers(run)
-        frozen = frozen_in_fp32(run)
-        seen += f"; {fell_out}" if fell_out else ""
-        seen += f"; {len(frozen)} frozen layers are stored in fp32: {hw.first_names(frozen)}" if frozen else ""
-        in_half, in_fp32 = half_weights(run.inner_model)
-        seen += f"; {len(in_fp32)} trained weights are in fp32: {hw.first_names(in_fp32)}" if in_half and in_fp32 else ""
-        return hw.Evidence.active(
-            seen,
-            **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
-            linear_layers=linear,
-            frozen_in_fp32=len(frozen),
-            half_weights=False if run.engine.keeps_masters else frozenset([True] * bool(in_half) + [False] * bool(in_fp32)),
-            updated="/".join(sorted(stepped)),
-            loss_scale=scale is not None,
-        )
+        found: hw.Evidence = dtypes_in_use(run)
+        return found
 
     def expects(self) -> Mapping[str, Any]:
         dtype, level = self.options.dtype, self.options.level

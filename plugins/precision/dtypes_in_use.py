@@ -7,14 +7,43 @@ from typing import Any
 
 import torch
 
-from hwopt.plugin import RunView, first_names
+from hwopt import plugin as hw
 from hwopt_plugins.precision.half_weights import CAST, is_norm
 
 PROFILER_NAMES = {"fp16": "c10::Half", "bf16": "c10::BFloat16", "fp32": "float"}
 """Dtype -> its name in torch's profiler."""
 
 
-def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
+def dtypes_in_use(run: hw.RunView) -> hw.Evidence:
+    """The evidence of the plugin."""
+    dtypes = run.observation.matmul_dtypes
+    matmuls = {name: dtypes.get(recorded, 0) for name, recorded in PROFILER_NAMES.items()}
+    weights = count_dtypes(run.inner_model.parameters())
+    stepped = count_dtypes(run.engine.parameters)
+    scale = run.engine.loss_scale()
+    counted = ", ".join(f"{count} in {name}" for name, count in matmuls.items() if count) or "none in fp16, bf16 or fp32"
+    seen = f"{sum(dtypes.values())} matmuls: {counted}; weights {weights}; the optimizer steps on {stepped}; "
+    seen += "no loss scale" if scale is None else f"loss scale {scale.item():g}"
+    if not dtypes:
+        return hw.Evidence.unknown(f"no matmuls were recorded; {seen}")
+    linear, fell_out = linear_layers(run)
+    frozen = frozen_in_fp32(run)
+    seen += f"; {fell_out}" if fell_out else ""
+    seen += f"; {len(frozen)} frozen layers are stored in fp32: {hw.first_names(frozen)}" if frozen else ""
+    in_half, in_fp32 = half_weights(run.inner_model)
+    seen += f"; {len(in_fp32)} trained weights are in fp32: {hw.first_names(in_fp32)}" if in_half and in_fp32 else ""
+    return hw.Evidence.active(
+        seen,
+        **{f"{name}_matmuls": count > 0 for name, count in matmuls.items()},
+        linear_layers=linear,
+        frozen_in_fp32=len(frozen),
+        half_weights=False if run.engine.keeps_masters else frozenset([True] * bool(in_half) + [False] * bool(in_fp32)),
+        updated="/".join(sorted(stepped)),
+        loss_scale=scale is not None,
+    )
+
+
+def linear_layers(run: hw.RunView) -> tuple[frozenset[str], str]:
     """(dtypes of the products of all linear layers, which layers computed in fp32 although others did not).
 
     Both are empty if the layers could not be observed. Layers that transformers keeps in fp32 do not count.
@@ -30,10 +59,10 @@ def linear_layers(run: RunView) -> tuple[frozenset[str], str]:
     fp32 = [name for name, dtypes in layers.items() if "fp32" in dtypes]
     if not fp32 or found == {"fp32"}:
         return found, ""
-    return found, f"{len(fp32)} of {len(layers)} linear layers computed in fp32: {first_names(fp32)}"
+    return found, f"{len(fp32)} of {len(layers)} linear layers computed in fp32: {hw.first_names(fp32)}"
 
 
-def frozen_in_fp32(run: RunView) -> list[str]:
+def frozen_in_fp32(run: hw.RunView) -> list[str]:
     """The names of the linear layers that `cast_frozen` had to cast and that are in fp32."""
     if not hasattr(run.inner_model, CAST):
         return []

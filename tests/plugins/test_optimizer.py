@@ -18,7 +18,7 @@ from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer
-from hwopt_plugins.optimizer.stand_in import TORCHAO_BITS, reserving_optimizer
+from hwopt_plugins.optimizer.states import TORCHAO_BITS, reserving_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
