@@ -6,7 +6,6 @@ A plugin that cannot be loaded is an error that names the plugin and its distrib
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.metadata import EntryPoint
@@ -31,12 +30,6 @@ class Registry:
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         found = metadata.entry_points(group=PLUGIN_GROUP) if entry_points is None else entry_points
         self._entry_points = by_name(found, "plugin")
-        for name, entry_point in self._entry_points.items():
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name):
-                raise PluginError(
-                    f"plugin {truncate(name)} of {distribution_of(entry_point)}: the name is not a valid table name; "
-                    "use up to 60 letters, digits, '-' and '_'"
-                )
         self._classes: dict[str, type[Plugin]] = {}
 
     @property
