@@ -104,7 +104,7 @@ class Compile(hw.Plugin):
                 'set scope = "block"',
                 when=lambda compiled, engine: compiled.scope == "model",
             ),
-        ),
+        )
     )
     aliases: ClassVar[Mapping[str, str]] = {"torch_compile": "enabled = true", "torch_compile_mode": "mode"}
 

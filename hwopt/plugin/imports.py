@@ -23,11 +23,7 @@ class Alias:
         return self.option
 
 
-DTYPES = {
-    **dict.fromkeys(("float16", "half"), "fp16"),
-    "bfloat16": "bf16",
-    **dict.fromkeys(("float32", "float"), "fp32"),
-}
+DTYPES = {**dict.fromkeys(("float16", "half"), "fp16"), "bfloat16": "bf16", **dict.fromkeys(("float32", "float"), "fp32")}
 """Names of other tools -> dtype."""
 
 

@@ -174,7 +174,7 @@ class Optimizer(hw.Plugin):
                 '"adamw_torch_fused"',
                 when=lambda optimizer, engine: optimizer.name not in ELEMENTWISE,
             ),
-        ),
+        )
     )
     aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
         "optim": hw.Alias("name", name_from),

@@ -44,7 +44,7 @@ class OptimizerInBackward(hw.Plugin):
                 field="cut",
                 why="recipe.cut splits a step into several micro-batches, and here a step has one; keep one of the two tables",
             ),
-        ),
+        )
     )
     aliases: ClassVar[Mapping[str, str]] = {"optimizer_in_bwd": "enabled = true"}
 

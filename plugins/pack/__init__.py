@@ -170,7 +170,7 @@ class Pack(hw.Plugin):
                 why='kernel = "flash" sets the attention implementation too; set kernel = "mask"',
                 when=lambda pack, sdpa: pack.kernel == "flash",
             ),
-        ),
+        )
     )
 
     class Options(hw.PluginOptions):

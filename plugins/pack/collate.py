@@ -92,11 +92,7 @@ class PackedCollate:
         )
 
     def buffers(
-        self,
-        samples: Sequence[Mapping[str, np.ndarray]],
-        rows: Sequence[Sequence[int]],
-        parts: Sequence[Part],
-        size: int,
+        self, samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[Sequence[int]], parts: Sequence[Part], size: int
     ) -> dict[str, np.ndarray]:
         """Name -> flat array of `size` tokens over all micro-batches, and arrays with one value per document."""
         per_token = [key for key in samples[0] if key != "row_labels"]

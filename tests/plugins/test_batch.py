@@ -41,11 +41,7 @@ def test_batch_sizes_are_written_to_the_recipe():
 @pytest.mark.parametrize(
     ("ranks", "options", "reason"),
     [
-        (
-            2,
-            {"train": 64, "gradient_accumulation_steps": 2},
-            "128 rows per step over 2 ranks: 1 micro-batch of up to 64 on each",
-        ),
+        (2, {"train": 64, "gradient_accumulation_steps": 2}, "128 rows per step over 2 ranks: 1 micro-batch of up to 64 on each"),
         (4, {"train": 64}, "64 rows per step over 4 ranks: 1 micro-batch of up to 16 on each; "),
         (1, {"train": 16, "effective": 100}, "7 micro-batches of up to 16"),
         (1, {"effective": 64, "gradient_accumulation_steps": 2}, "instead of gradient_accumulation_steps = 2"),

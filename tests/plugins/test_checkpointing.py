@@ -192,10 +192,7 @@ def half_stops(run):
 
 
 CASES = Cases(
-    invalid=(
-        ({"layers": "selective", "offload": True}, 'set layers = "all"'),
-        ({"layers": 0}, "greater than or equal to 1"),
-    ),
+    invalid=(({"layers": "selective", "offload": True}, 'set layers = "all"'), ({"layers": 0}, "greater than or equal to 1")),
     conflicts=(Refused("compile", "[plugins.checkpointing]\noffload = true\n[plugins.compile]", on_card=True),),
     mutations=(
         Mutation("layers are not recomputed", no_recomputation, "0 of 2 with a backward"),

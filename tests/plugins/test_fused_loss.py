@@ -146,12 +146,7 @@ def test_frozen_weights_get_no_gradient():
 
 @pytest.mark.parametrize(
     ("config", "tables", "tolerance"),
-    [
-        (PHI, {"optimizer": {}, "checkpointing": {}}, 1e-5),
-        (TINY_LLAMA, LORA, 1e-5),
-        (GPT2, BF16, 1e-4),
-        (GEMMA, LORA | O2, 1e-4),
-    ],
+    [(PHI, {"optimizer": {}, "checkpointing": {}}, 1e-5), (TINY_LLAMA, LORA, 1e-5), (GPT2, BF16, 1e-4), (GEMMA, LORA | O2, 1e-4)],
     ids=lambda value: "-".join(value) if isinstance(value, dict) and "model_type" not in value else None,
 )
 def test_run_with_fused_loss_matches_the_run_without(config, tables, tolerance, tmp_path):

@@ -37,10 +37,7 @@ def parameters(size=64):
 
 def trained(name, steps=5):
     weights = parameters()
-    groups = [
-        {"params": weights[:1], "weight_decay": 0.1, **SETTINGS},
-        {"params": weights[1:], "weight_decay": 0.0, **SETTINGS},
-    ]
+    groups = [{"params": weights[:1], "weight_decay": 0.1, **SETTINGS}, {"params": weights[1:], "weight_decay": 0.0, **SETTINGS}]
     recipe = Recipe()
     Optimizer(Optimizer.Options(name=name)).apply(recipe, None)
     optimizer = recipe.optimizer(groups)

@@ -37,11 +37,7 @@ DECODERS = {
     "mistral": SMALL | {"num_key_value_heads": 1, "sliding_window": 8},
     "gemma3_text": SMALL | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8},
 }
-ENCODERS = {
-    "bert": TINY_BERT,
-    "roberta": ENCODER | {"type_vocab_size": 1},
-    "electra": ENCODER,
-}
+ENCODERS = {"bert": TINY_BERT, "roberta": ENCODER | {"type_vocab_size": 1}, "electra": ENCODER}
 MODELS = DECODERS | ENCODERS
 
 

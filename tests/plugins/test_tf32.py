@@ -25,8 +25,7 @@ def settings():
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "why"),
-    [((7, 5), "skip", "found compute capability 7.5"), ((8, 0), "apply", "fp32 products only")],
+    ("capability", "kind", "why"), [((7, 5), "skip", "found compute capability 7.5"), ((8, 0), "apply", "fp32 products only")]
 )
 def test_tf32_applies_from_compute_capability_8_0_on(capability, kind, why):
     decision = Tf32(Tf32.Options()).probe(context(capability))

@@ -150,10 +150,7 @@ def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "beside"),
-    [
-        ({"stage": 2, "offload": "optimizer"}, {"precision": {"dtype": "bf16"}}),
-        ({"stage": 3, "offload": "parameters"}, {}),
-    ],
+    [({"stage": 2, "offload": "optimizer"}, {"precision": {"dtype": "bf16"}}), ({"stage": 3, "offload": "parameters"}, {})],
     ids=["2-offload-bf16", "3-parameters"],
 )
 def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
