@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hwopt.errors import PluginError
 from hwopt.planning.decisions import PluginDecision
-from hwopt.plugin import Capability, Conflict, Context, Traits
+from hwopt.plugin import Conflict, Context, Traits
 from hwopt.plugin.guard import plugin_hook
 from hwopt.plugin.recipe import Recipe
 from hwopt.text import truncate
@@ -80,7 +80,7 @@ class Part:
         """Whether it has the field `what`, or a key of it."""
         return any(each == what or each.startswith(f"{what}[") for each in self.written)
 
-    def lacks(self, capability: Capability) -> bool:
+    def lacks(self, capability: str) -> bool:
         """Whether it has an engine without `capability`."""
         return "engine" in self.written and capability in self.traits.lacks
 
@@ -93,7 +93,7 @@ class Part:
                 if holds:
                     yield conflict.why
 
-    def needs(self) -> Iterator[tuple[Capability, str]]:
+    def needs(self) -> Iterator[tuple[str, str]]:
         """(capability of the engine that it needs, reason)."""
         name = self.entry.name
         for field in ("masters", "scaler", "events['on_gradients']"):

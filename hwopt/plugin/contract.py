@@ -24,7 +24,7 @@ from hwopt.plugin.evidence import Evidence, first_names
 from hwopt.plugin.imports import Alias, dtype_name
 from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Lazy, Recipe
-from hwopt.plugin.relations import CAPABILITIES, Capability, Conflict, Relations, Traits
+from hwopt.plugin.relations import CAPABILITIES, Conflict, Relations, Traits
 from hwopt.plugin.run_view import EngineView, Events, Observation, RunView
 
 API_VERSION = 3
@@ -255,7 +255,6 @@ __all__ = [
     "OFF",
     "Alias",
     "BatchSizes",
-    "Capability",
     "Choice",
     "Conflict",
     "Context",

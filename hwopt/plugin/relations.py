@@ -8,23 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from hwopt.text import truncate
 
-Capability = Literal[
-    "whole_gradients",
-    "whole_parameters",
-    "whole_weights",
-    "whole_graph",
-    "packed_weights",
-    "device_update",
-    "retry",
-    "single_update",
-    "accumulation",
-    "clipping",
-]
-CAPABILITIES: dict[Capability, str] = {
+CAPABILITIES = {
     "whole_gradients": "each rank holds whole gradients between the backward pass and the update",
     "whole_parameters": "the optimizer steps on whole tensors, not on flat partitions or shards",
     "whole_weights": "every weight is whole during the whole step, not only while its module runs",
@@ -51,7 +39,7 @@ class Conflict:
     """The reason, and what the user can do."""
     field: str | None = None
     """Conflicts with every other plugin that writes this recipe field or key ("batch['widths']")."""
-    lacks: Capability | None = None
+    lacks: str | None = None
     """Conflicts with every plugin whose engine lacks this capability."""
     plugin: str | None = None
     """Conflicts with the plugin of this name; only for two methods that exclude each other."""
@@ -94,7 +82,7 @@ class Relations:
 class Traits:
     """What the engine or the optimizer that a plugin brings can and cannot do."""
 
-    lacks: tuple[Capability, ...] = ()
+    lacks: tuple[str, ...] = ()
     """Of an engine: the capabilities (see CAPABILITIES) that it lacks."""
     elementwise: bool = False
     """Of an optimizer: whether it updates each element independently, as AdamW does.
@@ -108,7 +96,7 @@ class Traits:
     """
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.lacks, tuple) and set(self.lacks) <= set(get_args(Capability))):
+        if not (isinstance(self.lacks, tuple) and set(self.lacks) <= CAPABILITIES.keys()):
             known = ", ".join(CAPABILITIES)
             raise TypeError(f"Traits(lacks={truncate(self.lacks)}): expected a tuple of {known}")
         if self.elementwise and not self.per_parameter:

@@ -57,7 +57,7 @@ class OptimizerInBackward(hw.Plugin):
 
     @property
     def traits(self) -> hw.Traits:
-        lacks: tuple[hw.Capability, ...] = ("whole_gradients", "retry", "single_update", "accumulation")
+        lacks = ("whole_gradients", "retry", "single_update", "accumulation")
         return hw.Traits(lacks=(*lacks, "clipping") if self.options.clipping == "refuse" else lacks)
 
     @property

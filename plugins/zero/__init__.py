@@ -153,7 +153,7 @@ class Zero(hw.Plugin):
 
     @property
     def traits(self) -> hw.Traits:
-        lacks: list[hw.Capability] = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
+        lacks = ["whole_gradients", "whole_parameters", "packed_weights", "retry"]
         if self.options.stage == 3:
             lacks += ["whole_weights", "whole_graph"]
         if self.options.offload != "none":
