@@ -30,11 +30,6 @@ def cores_of_a_rank(hardware: Hardware, world_size: int) -> int:
     return max(1, hardware.cpu_cores // max(1, here))
 
 
-def auto_workers(cores: int) -> int:
-    """The number of workers for `cores`. One core is left to the training process; two cores or fewer get no workers."""
-    return min(MAX_WORKERS, cores - 1) if cores > 2 else 0
-
-
 class Dataloader(hw.Plugin):
     name = "dataloader"
     stage = hw.Stage.DATA
@@ -63,7 +58,8 @@ class Dataloader(hw.Plugin):
     def probe(self, context: hw.Context) -> hw.Decision:
         options, hardware = self.options, context.hardware
         cores, cuda = cores_of_a_rank(hardware, context.world_size), hardware.device_type == "cuda"
-        workers = auto_workers(cores) if options.num_workers == "auto" else options.num_workers
+        few = min(MAX_WORKERS, cores - 1) if cores > 2 else 0  # one core is left to the training process
+        workers = few if options.num_workers == "auto" else options.num_workers
         pinned = cuda and not hardware.unified_memory if options.pin_memory == "auto" else options.pin_memory
         start, reasons = options.multiprocessing_context, []
         where = "pinned" if pinned else "not pinned"

@@ -71,4 +71,4 @@ class Ema(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         average = next(part for part in run.parts if isinstance(part, Average))
         seen = f"{len(average.values)} averaged tensors after {average.updates} update(s)"
-        return Evidence.active(seen) if len(average.values) == len(run.engine.names) else Evidence.inactive(seen)
+        return Evidence.of(len(average.values) == len(run.engine.names), seen)

@@ -52,4 +52,4 @@ class GradientNoise(Plugin):
     def evidence(self, run: RunView) -> Evidence:
         noise = next(part for part in run.parts if isinstance(part, Noise))
         seen = f"noise added to {noise.gradients} gradients so far"
-        return Evidence.active(seen) if noise.gradients >= len(run.engine.parameters) else Evidence.inactive(seen)
+        return Evidence.of(noise.gradients >= len(run.engine.parameters), seen)

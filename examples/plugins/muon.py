@@ -59,4 +59,4 @@ class Muon(Plugin):
         by_muon = sum("momentum_buffer" in state for state in run.optimizer.state.values())
         hidden = sum(len(group["params"]) for group in run.optimizer.param_groups if group["muon"])
         seen = f"{by_muon} of {hidden} hidden matrices have Muon's momentum"
-        return Evidence.active(seen) if by_muon == hidden > 0 else Evidence.inactive(seen)
+        return Evidence.of(by_muon == hidden > 0, seen)

@@ -30,11 +30,20 @@ def states_in_use(run: hw.RunView) -> hw.Evidence:
     fused = run.observation.calls("_fused_adamw")
     cls = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
     large = {
-        "quantized": {name: is_quantized(moments) for name, moments in states.items() if quantizable(moments, optimizer)},
-        "paged": {name: is_paged(moments) for name, moments in states.items() if moments[0].numel() >= LEAST_PAGED},
+        "quantized": {
+            name: all(kind_of(m) == "uint8" or "OptimState" in kind_of(m) for m in moments)
+            for name, moments in states.items()
+            if quantizable(moments, optimizer)
+        },
+        "paged": {
+            name: all(getattr(moment, "is_paged", False) for moment in moments)
+            for name, moments in states.items()
+            if moments[0].numel() >= LEAST_PAGED
+        },
     }
     rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
-    bf16 = bf16_weights(optimizer)
+    updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    bf16 = sum(parameter.numel() for parameter in updated if str(parameter.dtype) == "torch.bfloat16")
     seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
     seen += f"; {fused} call(s) of the fused kernel in this step"
     for what, wanted in (("quantized", "8bit" in cls or "4bit" in cls), ("paged", "Paged" in cls)):
@@ -63,24 +72,10 @@ def kind_of(state: Any) -> str:
     return name if "OptimState" in name else str(state.dtype).removeprefix("torch.")
 
 
-def is_quantized(moments: Sequence[Any]) -> bool:
-    return all(kind == "uint8" or "OptimState" in kind for kind in map(kind_of, moments))
-
-
 def quantizable(moments: Sequence[Any], optimizer: Any) -> bool:
     """Whether the states are large enough; torchao's have whole blocks too."""
     elements = moments[0].numel()
     return bool(elements >= LEAST_QUANTIZED and elements % getattr(optimizer, "block_size", 1) == 0)
-
-
-def is_paged(moments: Sequence[Any]) -> bool:
-    return all(getattr(moment, "is_paged", False) for moment in moments)
-
-
-def bf16_weights(optimizer: Any) -> int:
-    """The number of bf16 values among the weights that are updated."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(p.numel() for p in parameters if str(p.dtype) == "torch.bfloat16")
 
 
 def reserving_optimizer(state_bytes: float, torchao_bits: int | None, on_card: bool, groups: list[dict[str, Any]]) -> Any:

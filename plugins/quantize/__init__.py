@@ -163,17 +163,6 @@ def unpacked_weights(model: hw.ModelFacts) -> dict[str, int]:
     return {name: number for name, number in model.other_weights.items() if number > SMALL_PART * model.parameters}
 
 
-def describe_unpacked(weights: Mapping[str, int]) -> str:
-    """The part of the decision's reason about `weights`, or an empty string."""
-    if not weights:
-        return ""
-    total = sum(weights.values())
-    return (
-        f"; NOT quantized: {total:,} weights outside of linear layers, {4 * total / GIB:.2f} GiB in fp32 or "
-        f"{2 * total / GIB:.2f} GiB in half precision: {', '.join(weights)}"
-    )
-
-
 class Quantize(hw.Plugin):
     name = "quantize"
     stage = hw.Stage.MODEL
@@ -222,7 +211,11 @@ class Quantize(hw.Plugin):
         what = f"4 bit (NF4), {bytes_per_weight(chosen):.3f} bytes per weight; products in {dtype}"
         if chosen.bits == 8:
             what = "8 bit (LLM.int8()), 1 byte per weight"
-        reason = f"frozen linear layers in {what}{describe_unpacked(unpacked_weights(context.model))}"
+        reason = f"frozen linear layers in {what}"
+        if unpacked := unpacked_weights(context.model):
+            total = sum(unpacked.values())
+            reason += f"; NOT quantized: {total:,} weights outside of linear layers, {4 * total / GIB:.2f} GiB in fp32 or "
+            reason += f"{2 * total / GIB:.2f} GiB in half precision: {', '.join(unpacked)}"
         if self.options.bits == 4 and can is not None and not can:
             return hw.Decision.fallback(chosen, f"{asked}: {can.reason}; {reason}")
         return hw.Decision.apply(reason, chosen)

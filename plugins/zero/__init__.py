@@ -87,7 +87,9 @@ def process_group(device_type: str) -> Iterator[None]:
 
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it looked for a GPU
-    from deepspeed.utils import logger
+    import torch.distributed as dist
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups, logger
 
     single_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port
     level, linear = logger.level, torch.nn.functional.linear
@@ -110,19 +112,10 @@ def process_group(device_type: str) -> Iterator[None]:
         finally:
             logger.setLevel(level)
             torch.nn.functional.linear = linear  # stage 3 replaces it and never restores it
-            end_process_group()
-
-
-def end_process_group() -> None:
-    """Destroy the process group, so that another run in this process can create its own."""
-    import torch.distributed as dist
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    groups._release_process_group_references()
-    comm.cdb = None
-    if dist.is_initialized():  # left by a run whose build failed
-        dist.destroy_process_group()
+            groups._release_process_group_references()  # another run in this process creates its own group
+            comm.cdb = None
+            if dist.is_initialized():  # left by a run whose build failed
+                dist.destroy_process_group()
 
 
 class Zero(hw.Plugin):

@@ -28,10 +28,6 @@ def written(**options):
     return sizes.train, sizes.eval_rows(), sizes.step
 
 
-def step(rows, sizes):
-    return SimpleNamespace(rows=rows, sizes=sizes)
-
-
 def test_batch_sizes_are_written_to_the_recipe():
     assert written(train=64, eval=100, gradient_accumulation_steps=2) == (64, 100, 128)
     assert written(train=12) == (12, 24, 12)
@@ -96,20 +92,19 @@ def test_fewer_samples_than_ranks_are_refused():
         Batch(Batch.Options(effective=3)).probe(context(4))
 
 
-def after(batch, world_size=1, last_of_epoch=False):
-    sampler = SimpleNamespace(steps_per_epoch=1 if last_of_epoch else 9)
-    batch.step = SimpleNamespace(index=0)
-    return SimpleNamespace(last_step_batch=batch, world_size=world_size, train_loader=SimpleNamespace(sampler=sampler))
-
-
-def test_evidence_compares_micro_batches_with_the_options():
-    plugin = Batch(Batch.Options(train=16, gradient_accumulation_steps=2))
-    assert verify(plugin, after(step(32, [(20, 8), (12, 30)]))).status == "active"
-    assert verify(plugin, after(step(9, [(9, 8)]))).status == "inactive"
-    assert verify(plugin, after(step(9, [(9, 8)]), last_of_epoch=True)).status == "unknown"
-    plugin = Batch(Batch.Options(train=16, effective=100))  # three ranks do not divide it
-    assert verify(plugin, after(step(34, [(16, 8), (16, 8), (2, 8)]), 3)).status == "active"
-    assert verify(plugin, after(step(100, [(16, 8)]), 3)).status == "inactive"
+@pytest.mark.parametrize(
+    ("options", "sizes", "ranks", "last_of_epoch", "status"),
+    [
+        ({"gradient_accumulation_steps": 2}, [(20, 8), (12, 30)], 1, False, "active"),
+        ({"gradient_accumulation_steps": 2}, [(9, 8)], 1, True, "unknown"),
+        ({"effective": 100}, [(16, 8), (16, 8), (2, 8)], 3, False, "active"),  # three ranks do not divide it
+    ],
+)
+def test_evidence_compares_micro_batches_with_the_options(options, sizes, ranks, last_of_epoch, status):
+    batch = SimpleNamespace(rows=sum(rows for rows, _ in sizes), sizes=sizes, step=SimpleNamespace(index=0))
+    loader = SimpleNamespace(sampler=SimpleNamespace(steps_per_epoch=1 if last_of_epoch else 9))
+    run = SimpleNamespace(last_step_batch=batch, world_size=ranks, train_loader=loader)
+    assert verify(Batch(Batch.Options(train=16, **options)), run).status == status
 
 
 def half_of_each_step(patch):

@@ -14,7 +14,7 @@ from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host, detect_software
 from hwopt.hardware.device import described
-from hwopt.plugin import Conflict, Context, Decision, Plugin, Recipe, Relations, Stage, Traits
+from hwopt.plugin import Conflict, Context, Decision, Plugin, Recipe, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -129,10 +129,3 @@ def test_conflict_names_exactly_one_known_target(given: dict[str, str]) -> None:
 def test_compatible_plugins_are_accepted(tables: dict[str, Any], tmp_path: Path) -> None:
     plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path, "causal-lm"))
     assert set(tables) <= {entry.name for entry in plan.applied()}
-
-
-def test_condition_that_raises_is_a_plugin_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Conflict(field="cut", why="never mind", when=lambda mine, theirs: theirs.no_such_option)
-    monkeypatch.setattr(REGISTRY.plugin("batch"), "relations", Relations(conflicts=(broken,)))
-    with pytest.raises(PluginError, match=r"plugin 'batch' .* raised AttributeError: .*no_such_option"):
-        plan_for(tiny_profile(length_batching={}), tiny_job(tmp_path))
