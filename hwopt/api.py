@@ -200,11 +200,7 @@ def predict(
 
 
 def answerer(
-    run: Path | str,
-    *,
-    assignments: Sequence[str] = (),
-    generation: Mapping[str, Any] | None = None,
-    cache: Path | None = None,
+    run: Path | str, *, assignments: Sequence[str] = (), generation: Mapping[str, Any] | None = None, cache: Path | None = None
 ) -> Answerer:
     """The causal language model of a run folder, to answer texts turn by turn. Arguments as for `predict`. Raises InputError."""
     return Answerer(Path(run), cache or cache_folder(), assignments, Generation(**generation or {}))

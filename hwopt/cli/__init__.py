@@ -40,12 +40,7 @@ COMMANDS = {
     "plugins": "List the plugins, or show one with its options.",
     "doctor": "Check the machine, with the command that fixes each problem.",
 }
-FORMER = {
-    "detect": "doctor --report",
-    "preview": "plan --sample 1",
-    "schema": "check --schema",
-    "watch": "report --watch",
-}
+FORMER = {"detect": "doctor --report", "preview": "plan --sample 1", "schema": "check --schema", "watch": "report --watch"}
 """Former command -> what to type instead."""
 ENDINGS = {
     1: "error: this is a bug in hwopt or in a package that it uses; please report the lines above.",

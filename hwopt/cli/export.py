@@ -7,15 +7,7 @@ from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import (
-    begin,
-    hardware_option,
-    job_options,
-    profile_option,
-    quiet_transformers,
-    say,
-    world_size_option,
-)
+from hwopt.cli.options import begin, hardware_option, job_options, profile_option, quiet_transformers, say, world_size_option
 
 
 @click.command(

@@ -105,11 +105,7 @@ def hardware_option(default: str) -> Callable[[Command], Command]:
 
 
 world_size_option = click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of processes (ranks), one a device.",
+    "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of processes (ranks), one a device."
 )
 format_option = click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)
 

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import (
-    begin,
-    format_option,
-    hardware_option,
-    job_options,
-    quiet_transformers,
-    say_json,
-    world_size_option,
-)
+from hwopt.cli.options import begin, format_option, hardware_option, job_options, quiet_transformers, say_json, world_size_option
 from hwopt.errors import DataError
 from hwopt.memory.trace.tracing_process import start_early
 from hwopt.text import printable

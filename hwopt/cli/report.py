@@ -24,11 +24,7 @@ from hwopt.errors import InputError, WorkerDiedError
 )
 @click.option("--watch", "follow", is_flag=True, help="Follow the run in this terminal instead of writing a file.")
 @click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    help="Seconds between two updates of --watch.",
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two updates of --watch."
 )
 def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: float) -> int:
     if follow:

@@ -23,10 +23,7 @@ from hwopt.cli.options import begin, job_options, profile_option, quiet_transfor
 )
 @click.option("--resume", is_flag=True, help="Resume from the newest valid checkpoint of the run folder, if there is one.")
 @click.option(
-    "--resume-from",
-    type=click.Path(path_type=Path),
-    metavar="CHECKPOINT",
-    help="Resume from this checkpoint in a new folder.",
+    "--resume-from", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Resume from this checkpoint in a new folder."
 )
 @click.option("--fresh", is_flag=True, help="Start again in an existing run folder; the old run is kept beside it.")
 @click.option("--report-to", metavar="NAMES", default="", help="Trackers, separated by commas: tensorboard, wandb, mlflow, …")

@@ -77,10 +77,7 @@ def train_variant(folder: Path, request: dict[str, Any]) -> None:
         memory_limit=request["memory_limit"],
     )
     refuse_contradictions(os.environ, plan.recipe.accelerator, plan.hardware, exports_of(plan))
-    with (
-        report_oom("the model", plan.batch_option("train")),
-        build(plan, folder, cache_folder(), listener=Journal()) as run,
-    ):
+    with report_oom("the model", plan.batch_option("train")), build(plan, folder, cache_folder(), listener=Journal()) as run:
         if request["without_dropout"]:
             turn_off_dropout(run.inner_model)
         reduced_rows = train_steps(run)

@@ -82,14 +82,7 @@ def same_training_scale(scale: Scale) -> Scale | None:
 class Space:
     """The settings around the plan `start`: their assignments, plans and forecasts."""
 
-    def __init__(
-        self,
-        start: Plan,
-        registry: Registry,
-        replan: Replan,
-        cache: Path,
-        on_planning: Callable[[str], None],
-    ) -> None:
+    def __init__(self, start: Plan, registry: Registry, replan: Replan, cache: Path, on_planning: Callable[[str], None]) -> None:
         self.start, self.replan, self.cache, self.on_planning = start, replan, cache, on_planning
         self.dimensions = dimensions_of(start, registry)
         self.lengths: Lengths = lengths_of(start, cache)

@@ -71,9 +71,7 @@ def test_applied_plugins_and_those_that_can_be_turned_on_are_offered(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "table",
-    [{"train": 8, "gradient_accumulation_steps": 4}, {"train": 5, "eval": 40, "effective": 30}, {"train": 7}],
-    ids=str,
+    "table", [{"train": 8, "gradient_accumulation_steps": 4}, {"train": 5, "eval": 40, "effective": 30}, {"train": 7}], ids=str
 )
 def test_every_micro_batch_keeps_the_rows_of_a_step(table: dict[str, int], tmp_path: Path) -> None:
     space = space_of(tmp_path, batch=table)
