@@ -8,7 +8,7 @@ from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, profile_option, quiet_transformers, say, say_json, source_options
+from hwopt.cli.options import begin, format_option, profile_option, say, say_result, source_options
 from hwopt.errors import StorageError
 from hwopt.report.status_line import status_line
 from hwopt.system.paths import refuse_output, write_text
@@ -50,26 +50,21 @@ def bench(
         refuse_output(output, "-o", unwritable=StorageError)
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
-    from hwopt.report.terminal import Terminal
     from hwopt.runs.status import command_line
     from hwopt.system import signals
     from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort
     from hwopt.trials.trial import Variant
 
-    quiet_transformers()
     signals.install_handlers()
     subject = Variant("profile", profile, asked["assignments"], asked["memory_limit"])
     effort = BenchEffort(rounds, seconds, steps, time_limit)
     found, ended = run_bench(inputs, asked["job"], subject, against, effort, status_line)
     if output is not None:
         write_text(output, bench_page(found, command_line(sys.orig_argv)))
-    if format_ == "json":
-        say_json(found.to_dict())
-    else:
-        show_bench(Terminal(), found)
-        if output is not None:
-            say(f"The page of the bench is {output}")
+    say_result(format_, found.to_dict(), lambda console: show_bench(console, found))
+    if output is not None:
+        say(f"The page of the bench is {output}", err=True)
     if ended is not None:
         raise ended
     return 0

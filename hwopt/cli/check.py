@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, quiet_libraries, say_json
+from hwopt.cli.options import format_option, quiet_libraries, say_json, say_result
 
 
 def print_schema(context: click.Context, option: click.Parameter, kind: Literal["job", "profile"] | None) -> None:
@@ -44,14 +44,9 @@ def print_schema(context: click.Context, option: click.Parameter, kind: Literal[
 def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> int:
     quiet_libraries()
     from hwopt.configs.check.checker import Given, check_file
-    from hwopt.report.check import show_report
-    from hwopt.report.terminal import Terminal
+    from hwopt.report.check import show_reports
 
     reports = [check_file(path, Given(**facts)) for path in files]
-    if format_ == "json":
-        found = [report.to_dict() for report in reports]
-        say_json(found[0] if len(found) == 1 else found)
-    else:
-        for report in reports:
-            show_report(Terminal(), report)
+    found = [report.to_dict() for report in reports]
+    say_result(format_, found[0] if len(found) == 1 else found, lambda console: show_reports(console, reports))
     return max(report.exit_code(strict) for report in reports)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import begin, format_option, quiet_transformers, say_json, set_option, trust_option
+from hwopt.cli.options import begin, format_option, say_result, set_option, trust_option
 from hwopt.errors import InputError
 from hwopt.text import listing, nearest, truncate
 
@@ -66,7 +66,6 @@ def refuse_unknown(subjects: Sequence[str], runs: Sequence[str]) -> None:
 
 def compare_runs(folders: Sequence[Path], anyway: bool, format_: str) -> None:
     from hwopt.report.comparison import job_differences, runs_to_dict, show_runs
-    from hwopt.report.terminal import Terminal
     from hwopt.runs.record import read_records
 
     records = read_records(folders)
@@ -76,10 +75,7 @@ def compare_runs(folders: Sequence[Path], anyway: bool, format_: str) -> None:
             f"Runs of different jobs: {listing(others)} differ. Their speeds and metrics are not comparable. "
             "Compare them all the same with --anyway"
         )
-    if format_ == "json":
-        say_json(runs_to_dict(records))
-    else:
-        show_runs(Terminal(), records)
+    say_result(format_, runs_to_dict(records), lambda console: show_runs(console, records))
 
 
 def compare_profiles(profiles: Sequence[str], format_: str, **asked: Any) -> None:
@@ -91,14 +87,9 @@ def compare_profiles(profiles: Sequence[str], format_: str, **asked: Any) -> Non
     from hwopt import api
     from hwopt.report.comparison import plans_to_dict, show_plans
     from hwopt.report.memory import PlanProgress
-    from hwopt.report.terminal import Terminal
 
-    quiet_transformers()
     listener, plans = PlanProgress(), []
     for profile in profiles:
         listener.on_trial(profile)
         plans.append(api.plan(profile, gains=False, listener=listener, inputs=inputs, **asked).to_dict())
-    if format_ == "json":
-        say_json(plans_to_dict(plans))
-    else:
-        show_plans(Terminal(), plans)
+    say_result(format_, plans_to_dict(plans), lambda console: show_plans(console, plans))

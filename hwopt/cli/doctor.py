@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import rich_click as click
 
-from hwopt.cli.options import announce_loading, format_option, quiet_libraries, say_json
+from hwopt.cli.options import announce_loading, format_option, quiet_libraries, say_result
 from hwopt.errors import InputError
 from hwopt.report.status_line import status_line
 from hwopt.system.cache import cache_folder
@@ -23,19 +23,16 @@ from hwopt.system.cache import cache_folder
 )
 @format_option
 def doctor(report: bool, format_: str) -> int:
-    quiet_libraries()
     if report:
         return report_machine(format_)
+    quiet_libraries()
     status_line.announce("checking the machine")
     from hwopt.hardware.doctor import checks, examine
     from hwopt.report.doctor import show_findings
-    from hwopt.report.terminal import Terminal
 
     findings = examine(checks(cache_folder()))
-    if format_ == "json":
-        say_json([{"check": check, **asdict(finding)} for check, finding in findings.items()])
-    else:
-        show_findings(Terminal(), findings)
+    document = [{"check": check, **asdict(finding)} for check, finding in findings.items()]
+    say_result(format_, document, lambda console: show_findings(console, findings))
     return InputError.exit_code if any(finding.status == "problem" for finding in findings.values()) else 0
 
 
@@ -43,11 +40,8 @@ def report_machine(format_: str) -> int:
     """Show versions, the machine, and the decision of each plugin on it."""
     announce_loading()
     from hwopt.planning.capabilities import survey
-    from hwopt.report.terminal import Terminal, show_survey
+    from hwopt.report.doctor import show_survey
 
     found = survey()
-    if format_ == "json":
-        say_json(asdict(found))
-    else:
-        show_survey(Terminal(), found)
+    say_result(format_, asdict(found), lambda console: show_survey(console, found))
     return 0

@@ -6,30 +6,16 @@ from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import (
-    announce_loading,
-    format_option,
-    inference_options,
-    quiet_libraries,
-    quiet_transformers,
-    say_json,
-    warn,
-)
+from hwopt.cli.options import announce_loading, format_option, inference_options, say_result, warn
 
 
 @click.command(help="Evaluate the model in RUN/final on FILE: all metrics, and for classification those of each class.")
 @inference_options()
 @format_option
 def evaluate(format_: str, **asked: Any) -> None:
-    quiet_libraries()
     announce_loading()
     from hwopt import api
     from hwopt.report.classes import show_evaluation
-    from hwopt.report.terminal import Terminal
 
-    quiet_transformers()
     report = api.evaluate(**asked, warn=warn)
-    if format_ == "json":
-        say_json(report.to_dict())
-    else:
-        show_evaluation(Terminal(), report)
+    say_result(format_, report.to_dict(), lambda console: show_evaluation(console, report))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import begin, hardware_option, job_options, profile_option, quiet_transformers, say, world_size_option
+from hwopt.cli.options import begin, hardware_option, job_options, profile_option, say, world_size_option
 
 
 @click.command(
@@ -44,7 +44,6 @@ def export(
     from hwopt.memory.forecast.communication import Ranks
     from hwopt.system.paths import OR_FORCE, refuse_output, write_text
 
-    quiet_transformers()
     ranks = Ranks(world_size, nodes)
     if output is not None:
         refuse_output(output, "--output", "" if force else OR_FORCE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from hwopt.cli.options import format_option, quiet_libraries, say_json, set_option
+from hwopt.cli.options import format_option, quiet_libraries, say_result, set_option
 
 
 @click.command(
@@ -25,20 +25,13 @@ def import_(file: Path, output: Path, name: str | None, card: str | None, assign
     from hwopt.configs.imported_files import import_file, write_imported
     from hwopt.planning.inputs import Inputs
     from hwopt.report.check import show_left
-    from hwopt.report.terminal import Terminal
 
     inputs = Inputs()
     profile = None if card is None else inputs.profile_of_card(card)
     files = import_file(file, inputs, name, None if profile is None else (profile.name, profile.card), assignments)
     write_imported(files, output)
-    if format_ == "json":
-        kinds = {True: "ignored", False: "no equivalent"}
-        left = [
-            {"kind": kinds[each.on_purpose]}
-            | {name: getattr(each, name) for name in ("key", "value", "place", "reason", "comments")}
-            for each in files.translation.left
-        ]
-        taken = {".".join(each.key): each.value for each in files.translation.taken}
-        say_json({"taken": taken, "left": left, "placeholders": files.missing})
-    else:
-        show_left(Terminal(), files.summary(output))
+    kinds, shown = {True: "ignored", False: "no equivalent"}, ("key", "value", "place", "reason", "comments")
+    left = [{"kind": kinds[each.on_purpose]} | {name: getattr(each, name) for name in shown} for each in files.translation.left]
+    taken = {".".join(each.key): each.value for each in files.translation.taken}
+    document = {"taken": taken, "left": left, "placeholders": files.missing}
+    say_result(format_, document, lambda console: show_left(console, files.summary(output)))

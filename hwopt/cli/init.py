@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import announce_loading, quiet_libraries, quiet_transformers
+from hwopt.cli.options import announce_loading
 from hwopt.errors import HwoptError, InputError
 from hwopt.system.paths import refuse_output, write_text
 from hwopt.text import cut, first_line, nearest, printable
@@ -38,7 +38,6 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     if data is None and yes:
         raise InputError("hwopt init --yes needs the data: hwopt init train.csv --yes")
     data = data or click.prompt("Data: a csv, tsv, jsonl, json, parquet or txt file, a folder of images, or a hub name")
-    quiet_libraries()
     announce_loading()
     from hwopt import api
     from hwopt.report.terminal import Terminal, say
@@ -49,7 +48,6 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     say(console, data, f"{columns.rows:,} rows; {columns.why}")
     kind = questions.choice("Task", columns.kind, api.task_kinds())
     columns = questions.columns(columns if kind == columns.kind else api.recognise(data, kind))
-    quiet_transformers()
     proposal = api.propose(columns)
     say(console, "machine", proposal.profile_why)
     say(console, "model", f"{proposal.model.name or 'a small one'}: {proposal.model.why}")

@@ -19,14 +19,13 @@ from hwopt.text import printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
 
     from hwopt.planning.inputs import Inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
-
-
 profile_option = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")
 SHORTCUTS = {
     "lr": ("training.learning_rate", "Learning rate"),
@@ -147,9 +146,19 @@ def warn(message: str) -> None:
     say(f"WARNING: {message}", err=True)
 
 
-def say_json(found: Any, ensure_ascii: bool = True) -> None:
+def say_json(found: Any) -> None:
     status_line.clear()
-    click.echo(json.dumps(found, indent=2, default=str, ensure_ascii=ensure_ascii))
+    click.echo(json.dumps(found, indent=2, default=str))
+
+
+def say_result(format_: str, found: Any, show: Callable[[Console], None]) -> None:
+    """Print `found` as JSON, or let `show` print it on the terminal."""
+    from hwopt.report.terminal import Terminal
+
+    if format_ == "json":
+        say_json(found)
+    else:
+        show(Terminal())
 
 
 def begin(
@@ -170,13 +179,14 @@ def announce_loading() -> None:
     """Say on standard error that torch is loaded next, which takes seconds. Several ranks say it once."""
     from hwopt.runs.rank_errors import LAUNCH_FOLDER
 
+    quiet_libraries()
     rank, _ = rank_and_world(os.environ)
     if "torch" not in sys.modules and rank == 0 and LAUNCH_FOLDER not in os.environ:
         status_line.announce("loading torch")
 
 
 def quiet_libraries() -> None:
-    """Hide the libraries' own notes and warnings; errors still show."""
+    """Hide the libraries' own notes, progress bars and warnings; errors still show."""
     import logging
     import warnings
 
@@ -186,11 +196,3 @@ def quiet_libraries() -> None:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-
-
-def quiet_transformers() -> None:
-    """Turn off transformers' progress bars, which no environment variable controls."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, hardware_option, job_options, quiet_transformers, say_json, world_size_option
+from hwopt.cli.options import begin, format_option, hardware_option, job_options, say_json, say_result, world_size_option
 from hwopt.errors import DataError
 from hwopt.memory.trace.tracing_process import start_early
 from hwopt.text import printable
@@ -64,7 +64,6 @@ def plan(
     from hwopt.report.memory import PlanProgress, PlanScreen
     from hwopt.report.terminal import Terminal
 
-    quiet_transformers()
     ranks, console, single = Ranks(world_size, nodes or 1), Terminal(), len(profiles) == 1
     listener = PlanScreen(console) if single and format_ != "json" else PlanProgress()
     plans = []
@@ -104,14 +103,9 @@ def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Compar
 def show_sample(sample: int, profile: str, job: Path | None, assignments: Sequence[str], inputs: Inputs, format_: str) -> None:
     """Show a training sample with the part that counts in the loss marked."""
     from hwopt import api
-    from hwopt.report.terminal import Terminal
 
-    quiet_transformers()
     found = api.preview(profile, job, assignments=assignments, sample=sample, inputs=inputs)
-    if format_ == "json":
-        say_json(asdict(found), ensure_ascii=False)
-    else:
-        show_preview(Terminal(), found)
+    say_result(format_, asdict(found), lambda console: show_preview(console, found))
 
 
 def show_preview(console: Console, found: Preview) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from hwopt.cli.options import announce_loading, inference_options, quiet_libraries, quiet_transformers, say, warn
+from hwopt.cli.options import announce_loading, inference_options, say, warn
 from hwopt.text import printable
 
 if TYPE_CHECKING:
@@ -52,12 +52,10 @@ def predict(do_sample: bool, **asked: Any) -> None:
 
 def predict_file(asked: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
     """Write the predictions of a file, and say what was left out."""
-    quiet_libraries()
     announce_loading()
     from hwopt import api
     from hwopt.report.terminal import Terminal
 
-    quiet_transformers()
     with counting(Terminal(stderr=True)) as progress:
         report = api.predict(**asked, generation=generation or None, warn=warn, progress=progress)
     for note in report.notes:
@@ -73,12 +71,10 @@ def predict_file(asked: Mapping[str, Any], generation: Mapping[str, Any]) -> Non
 
 def converse(run: Path, assignments: Sequence[str], generation: Mapping[str, Any]) -> None:
     """Answer the lines of the standard input until its end. Only the answers are written to the standard output."""
-    quiet_libraries()
     announce_loading()
     from hwopt import api
     from hwopt.errors import DataError, DoesNotFitError
 
-    quiet_transformers()
     answerer = api.answerer(run, assignments=assignments, generation=generation)
     for note in answerer.loaded.notes:
         say(f"note: {note}", err=True)

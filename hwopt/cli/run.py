@@ -8,7 +8,7 @@ from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, job_options, profile_option, quiet_transformers, say
+from hwopt.cli.options import begin, job_options, profile_option, say
 
 
 @click.command(help="Train JOB (default: ./job.toml, else the embedded demo) with the optimizations of a card's profile.")
@@ -70,7 +70,6 @@ def run(
     from hwopt.report.trackers import listeners_for
     from hwopt.system import signals
 
-    quiet_transformers()
     trackers = listeners_for([name.strip() for name in report_to.split(",") if name.strip()])
     console = Terminal()
     screen = Screen(console, verbose)

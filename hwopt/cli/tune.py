@@ -8,7 +8,7 @@ from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, job_options, profile_option, quiet_transformers, say_json
+from hwopt.cli.options import begin, format_option, job_options, profile_option, say_json
 from hwopt.errors import InputError
 from hwopt.report.status_line import status_line
 
@@ -48,7 +48,6 @@ def tune(
     from hwopt.system import signals
     from hwopt.trials.tuning import TrialRow, TuneEffort, tuned
 
-    quiet_transformers()
     signals.install_handlers()
     console, as_json = Terminal(), format_ == "json"
 

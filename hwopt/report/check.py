@@ -16,24 +16,21 @@ NAMES = {"error": "error", "warning": "warning", "information": "note"}
 WIDTH = max(map(len, NAMES.values()))
 
 
-def show_report(console: Console, report: CheckReport) -> None:
-    """Print the format of the file and the card, then each finding with its reason and its fix, and the counts."""
-    show_line(console, f"{report.file}: {report.format} (by {report.recognised_by})")
-    if report.card:
-        show_line(console, f"card: {report.card}")
-    console.print()
-    for finding in report.findings:
-        show_finding(console, finding)
-    if report.unread:
-        show_line(console, f"keys that no rule reads: {listing(report.unread, 20)}")
-    for rules in report.waiting:
-        show_line(console, f"not checked: {rules}")
-    counts = [counted(report.count(level), NAMES[level]) for level in LEVELS]
-    show_line(console, ", ".join(counts))
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def show_reports(console: Console, reports: Iterable[CheckReport]) -> None:
+    """Print the format of each file and the card, then each finding with its reason and its fix, and the counts."""
+    for report in reports:
+        show_line(console, f"{report.file}: {report.format} (by {report.recognised_by})")
+        if report.card:
+            show_line(console, f"card: {report.card}")
+        console.print()
+        for finding in report.findings:
+            show_finding(console, finding)
+        if report.unread:
+            show_line(console, f"keys that no rule reads: {listing(report.unread, 20)}")
+        for rules in report.waiting:
+            show_line(console, f"not checked: {rules}")
+        counts = ((report.count(level), NAMES[level]) for level in LEVELS)
+        show_line(console, ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for number, name in counts))
 
 
 def show_finding(console: Console, finding: Finding) -> None:

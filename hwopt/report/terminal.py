@@ -24,7 +24,6 @@ from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
-    from hwopt.planning.capabilities import Survey
     from hwopt.planning.decisions import PluginDecision
     from hwopt.planning.plan import Plan
 
@@ -205,28 +204,3 @@ def show_values(console: Console, plan: Plan) -> None:
         rows.append((dotted, tables[name].model_dump(mode="json")[key], place))
     shown = [(key, value_text(value), short_place(place)) for key, value, place in rows if value is not None]
     show_sheet(console, Sheet(("value", "", "from"), shown, folded=1))
-
-
-def show_survey(console: Console, found: Survey) -> None:
-    """Print versions, the machine, and what each plugin could do on it."""
-    hardware, system = found.hardware, found.system
-    show_problem(console, hardware)
-    driver = system.driver or ("of unknown version" if system.cards else "no NVIDIA driver")
-    features = ", ".join(hardware.cpu_features) or "no wide units"
-    lines = {
-        "hwopt": f"{system.hwopt}, {system.python}, {system.operating_system}",
-        "torch": f"{system.torch}, built for {f'CUDA {system.torch_cuda}' if system.torch_cuda else 'CPUs'}",
-        "driver": driver + (f", for CUDA up to {system.driver_cuda}" if system.driver_cuda else ""),
-    }
-    for index, card in enumerate(system.cards):
-        memory = f"{card.free_memory_gib:g} of {card.memory_gib:g} GiB free"
-        lines[f"card {index}"] = f"{card.name}, {memory}, compute capability {'.'.join(map(str, card.compute_capability))}"
-    lines |= {
-        "hardware": f"{hardware.count} x {hardware.name}, {hardware.free_memory_gib:g} of {hardware.memory_gib:g} GiB free",
-        "compute capability": f"{hardware.capability_text} ({hardware.architecture})",
-        "host": f"{hardware.cpu_cores} cores, {hardware.cpu_memory_gib:g} GiB, {features}",
-        "software": ", ".join(f"{name} {version}" for name, version in found.software.items()),
-    }
-    for label, text in lines.items():
-        say(console, label, text)
-    show_sheet(console, Sheet(("plugin", "here", "why"), [(a.name, a.decision, a.reason) for a in found.plugins], folded=2))

@@ -19,7 +19,7 @@ from hwopt.configs.check.checker import Given, check_file
 from hwopt.configs.imported_files import Imported, import_file, write_imported
 from hwopt.configs.recognise import read_source
 from hwopt.planning.inputs import Inputs
-from hwopt.report.check import show_left, show_report
+from hwopt.report.check import show_left, show_reports
 from hwopt.report.terminal import Terminal
 
 CONFIGS = Path(__file__).parent / "published"
@@ -53,7 +53,7 @@ def golden_text(name: str) -> str:
     stream = io.StringIO()
     console = Terminal(file=stream)
     for path in (path for path in FILES if path.stem.startswith(name)):
-        show_report(console, check_file(path, given(name)))
+        show_reports(console, [check_file(path, given(name))])
         files = imported_from(path)
         show_left(console, files.summary(Path("DIR")))
         stream.write(f"\n--- DIR/profile.toml\n{files.profile}\n--- DIR/job.toml\n{files.job}\n{'=' * 100}\n")
