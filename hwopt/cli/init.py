@@ -18,13 +18,10 @@ from hwopt.text import cut, first_line, nearest, printable
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
 
-COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")
-"""Keys of `data` that name columns."""
+COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")  # keys of `data` that name columns
 
-EXAMINED_CHATS = 1_000
-"""Conversations that are read for what `init` says of their template."""
-LONGEST_QUESTION = 70
-"""Letters of a question with its answers; the answers of a longer one come before it."""
+EXAMINED_CHATS = 1_000  # conversations that are read for what `init` says of their template
+LONGEST_QUESTION = 70  # letters of a question with its answers; the answers of a longer one come before it
 
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")

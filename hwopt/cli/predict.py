@@ -16,10 +16,8 @@ from hwopt.text import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 20
-"""Rows of a kind that are listed."""
-SAMPLING = ("temperature", "top_p", "seed")
-"""Options that need --do-sample."""
+SHOWN = 20  # rows of a kind that are listed
+SAMPLING = ("temperature", "top_p", "seed")  # options that need --do-sample
 
 
 @click.command(

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 from hwopt.records.throughput import Window, windows_of
 
-MetricRow = Mapping[str, float | None]
-"""A line of metrics.jsonl. None: the value was not finite."""
+MetricRow = Mapping[str, float | None]  # a line of metrics.jsonl. None: the value was not finite
 
-TIMING = ("runtime", "samples_per_second")
-"""What an evaluation reports beside its metrics."""
+TIMING = ("runtime", "samples_per_second")  # what an evaluation reports beside its metrics
 
 
 class Best(NamedTuple):
@@ -30,20 +28,16 @@ class RunRecord:
     """The files of a run folder, read by hwopt.runs.record."""
 
     folder: Path
-    plan: Mapping[str, Any]
-    """plan.json."""
+    plan: Mapping[str, Any]  # plan.json
     processes: Sequence[Mapping[str, Any]]
     """processes.jsonl: the command, the versions and the first step of each process that trained; the newest one last."""
     rows: Sequence[MetricRow]
     evidence: Sequence[Mapping[str, Any]]
-    held_gib: Mapping[str, float]
-    """GiB that the process held after step 1, by kind."""
+    held_gib: Mapping[str, float]  # GiB that the process held after step 1, by kind
     summary: Mapping[str, Any]
-    exit_code: int | None
-    """None: status.json names no exit code."""
+    exit_code: int | None  # None: status.json names no exit code
     message: str
-    alive: bool | None
-    """Whether a process trains in the folder; None for one of another host, which this host cannot see."""
+    alive: bool | None  # whether a process trains in the folder; None for one of another host, which this host cannot see
 
     @property
     def name(self) -> str:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-LEAST_WINDOWS = 3
-"""With fewer windows the noise is unknown."""
-SAME = 1e-6
-"""Largest relative difference of two counts of samples or tokens that were equal before rounding."""
+LEAST_WINDOWS = 3  # with fewer windows the noise is unknown
+SAME = 1e-6  # largest relative difference of two counts of samples or tokens that were equal before rounding
 LARGEST_CORRELATION = 0.9
 
 Unit = Literal["steps", "samples", "tokens"]
@@ -27,8 +25,7 @@ Unit = Literal["steps", "samples", "tokens"]
 class Window:
     """One log interval. `tokens` are real ones, without padding."""
 
-    step: int
-    """The last step of the interval."""
+    step: int  # the last step of the interval
     steps: int
     seconds: float
     samples: float
@@ -42,8 +39,7 @@ class Ratio:
     value: float
     low: float | None
     high: float | None
-    windows: int
-    """The number of windows; of the run with fewer ones if they are not paired."""
+    windows: int  # the number of windows; of the run with fewer ones if they are not paired
     paired: bool
 
     @property

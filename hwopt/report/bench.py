@@ -15,8 +15,7 @@ from hwopt.trials.benchmark import Bench, BenchRow
 
 COLOURS = {"good": "green", "bad": "red", "open": "yellow", "result": ""}
 COLUMNS = ("variant", "time/step", "time/epoch", "samples/s", "real tokens/s", "peak memory", "speed", "loss", "note")
-SPEED_FIRST = (0, 6, 1, 2, 3, 4, 5, 7, 8)
-"""The columns of the page: a narrow window shows the name and the speed."""
+SPEED_FIRST = (0, 6, 1, 2, 3, 4, 5, 7, 8)  # the columns of the page: a narrow window shows the name and the speed
 
 
 def show_bench(console: Console, bench: Bench) -> None:

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-MAX_BUCKETS = 200
-"""A long series is drawn with the lowest and the highest value of each of so many parts."""
-TABLE_ROWS = 12
-"""Points of a series in the table beside its chart."""
-COLOURS = 6
-"""Number of colours of the page, --line-0 and so on."""
-LOG_FROM = 200.0
-"""Ratio of the largest to the smallest value from which an axis may be logarithmic."""
+MAX_BUCKETS = 200  # a long series is drawn with the lowest and the highest value of each of so many parts
+TABLE_ROWS = 12  # points of a series in the table beside its chart
+COLOURS = 6  # number of colours of the page, --line-0 and so on
+LOG_FROM = 200.0  # ratio of the largest to the smallest value from which an axis may be logarithmic
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
@@ -34,11 +30,9 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    run: int = 0
-    """The number of the run, which gives the colour."""
+    run: int = 0  # the number of the run, which gives the colour
     dashed: bool = False
-    marked: bool = False
-    """Whether each point has a mark, as the few evaluations have."""
+    marked: bool = False  # whether each point has a mark, as the few evaluations have
 
     @cached_property
     def finite(self) -> list[Point]:
@@ -83,8 +77,7 @@ class Chart:
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
     lines: Sequence[ChartLine]
-    table: Sequence[Sequence[str]]
-    """Rows of (name, step, value)."""
+    table: Sequence[Sequence[str]]  # rows of (name, step, value)
 
 
 def line_chart(

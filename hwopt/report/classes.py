@@ -17,14 +17,10 @@ CORNER = "true \\ predicted"
 class Limits(NamedTuple):
     """How much of the results is shown."""
 
-    classes: int = 20
-    """Rows of a table; of more classes, those with the lowest F1."""
-    columns: int = 5
-    """Labels up to which the whole confusion matrix is shown; of more, the most frequent errors."""
-    label: int = 24
-    """Characters of a label in a row."""
-    heading: int = 10
-    """Characters of a label above a column of the matrix; more if WIDTH has room for them."""
+    classes: int = 20  # rows of a table; of more classes, those with the lowest F1
+    columns: int = 5  # labels up to which the whole confusion matrix is shown; of more, the most frequent errors
+    label: int = 24  # characters of a label in a row
+    heading: int = 10  # characters of a label above a column of the matrix; more if WIDTH has room for them
 
 
 SCREEN = Limits()

@@ -15,11 +15,9 @@ from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, margin_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
-JOB_TABLES = ("model", "data", "task")
-"""Tables of a job in which runs of the same job agree."""
+JOB_TABLES = ("model", "data", "task")  # tables of a job in which runs of the same job agree
 HARDWARE = ("name", "memory_gib", "memory_limit_gib", "count", "cpu_cores")
-Differences = Mapping[str, Sequence[Any]]
-"""Key -> its value in each plan; None: the plan has no such key."""
+Differences = Mapping[str, Sequence[Any]]  # key -> its value in each plan; None: the plan has no such key
 
 FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "state": ("state", str),

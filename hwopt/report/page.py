@@ -24,8 +24,7 @@ from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
 from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
 from hwopt.text import printable
 
-REPORT = "report.html"
-"""The name of the page in a run folder."""
+REPORT = "report.html"  # the name of the page in a run folder
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
 """Of the tables of classes. The numbers of all classes are in summary.json."""
 

@@ -28,8 +28,7 @@ from hwopt.training.listener import Listener, Row, Summary
 if TYPE_CHECKING:
     from hwopt.training.run import Run
 
-SMOOTHING = 0.3
-"""Weight of the last log point in the mean speed from which the remaining time is estimated."""
+SMOOTHING = 0.3  # weight of the last log point in the mean speed from which the remaining time is estimated
 STARTING = "starting"
 """What the live line shows before the first step; then "training", and from the first log point on the metrics."""
 LINE = {

@@ -8,8 +8,7 @@ from typing import Any
 
 from hwopt.text import cut, printable
 
-ABSENT = "-"
-"""The cell of a value that was not measured."""
+ABSENT = "-"  # the cell of a value that was not measured
 BASES = {"traced": "from a simulated step", "closed form": "by formula", "measured": "from a measured step"}
 """Tier of the memory planner -> what its figures come from."""
 YES_OR_NO = {True: "yes", False: "no", None: "unknown"}
@@ -35,12 +34,9 @@ class Sheet:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    caption: str = ""
-    """What a page writes above the table."""
-    note: str = ""
-    """What stands below it."""
-    folded: int | None = None
-    """The column that wraps on a terminal; None: no cell wraps."""
+    caption: str = ""  # what a page writes above the table
+    note: str = ""  # what stands below it
+    folded: int | None = None  # the column that wraps on a terminal; None: no cell wraps
 
     def is_numeric(self, column: int) -> bool:
         """Whether all cells of a column after the first one are numbers, with or without a unit."""

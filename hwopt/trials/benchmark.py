@@ -20,10 +20,8 @@ from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
 from hwopt.trials.trial import Launch, Outcome, Progress, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
 
-FIRST_STEPS = 8
-"""Steps of the first round: the losses of later steps drift apart by rounding alone."""
-LEAST_STEPS = 12
-"""Steps of a later trial, at least: the first and the last one are under the profiler, and a fifth warms up."""
+FIRST_STEPS = 8  # steps of the first round: the losses of later steps drift apart by rounding alone
+LEAST_STEPS = 12  # steps of a later trial, at least: the first and the last one are under the profiler, and a fifth warms up
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,9 @@ class BenchEffort:
     """How long a bench measures."""
 
     rounds: int = 5
-    seconds: float = 3.0
-    """Training of the baseline in a trial; the other variants train as many rows."""
-    steps: int | None = None
-    """Steps of the variant with the most rows per step, instead of `seconds`."""
-    limit_s: float = 600.0
-    """After so many seconds a trial is killed."""
+    seconds: float = 3.0  # training of the baseline in a trial; the other variants train as many rows
+    steps: int | None = None  # steps of the variant with the most rows per step, instead of `seconds`
+    limit_s: float = 600.0  # after so many seconds a trial is killed
 
 
 @dataclass(frozen=True)
@@ -45,25 +40,20 @@ class BenchRow:
 
     name: str
     role: Role
-    reference: str = ""
-    """The variant that its speed is compared with."""
+    reference: str = ""  # the variant that its speed is compared with
     rounds: int = 0
     rows_per_step: int | None = None
     seconds_per_step: float | None = None
     seconds_per_epoch: float | None = None
     samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    """Real tokens, without padding."""
+    tokens_per_second: float | None = None  # real tokens, without padding
     peak_gib: float | None = None
     speedup: Speedup | None = None
-    loss: str = ""
-    """The losses, compared with those of the reference."""
+    loss: str = ""  # the losses, compared with those of the reference
     loss_agrees: bool | None = None
     """Whether they agree as far as the plugin promises; None: not compared, or it promises nothing."""
-    ending: str = "completed"
-    """completed, not applied here, does not fit, or how its trial failed."""
-    note: str = ""
-    """Why it was not measured, and what else there is to say."""
+    ending: str = "completed"  # completed, not applied here, does not fit, or how its trial failed
+    note: str = ""  # why it was not measured, and what else there is to say
 
 
 @dataclass(frozen=True)
@@ -100,8 +90,7 @@ class Benchmark:
         self.job, self.effort, self.folder = job, effort, folder
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self.launcher, self.progress = launcher, progress
-        self.first: dict[str, Outcome] = {}
-        """The outcomes of the first round, without dropout."""
+        self.first: dict[str, Outcome] = {}  # the outcomes of the first round, without dropout
         self.measured: dict[str, dict[int, Outcome]] = {name: {} for name in self.candidates}
         """The completed trials of the later rounds, by variant and number of the round."""
         self.failed: dict[str, Outcome] = {}

@@ -26,8 +26,7 @@ class Speedup:
     low: float
     high: float
     rounds: int
-    clear: bool = False
-    """Whether it differs from 1 by more than the noise."""
+    clear: bool = False  # whether it differs from 1 by more than the noise
 
 
 def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speedup | None = None) -> Speedup | None:

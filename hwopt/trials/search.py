@@ -15,17 +15,13 @@ from typing import Literal
 from hwopt.records.throughput import Ratio, Unit, Window, rate, rate_ratio
 
 TRIALS = 12
-WAITS = 0.02
-"""Below this part of the time the loop does not wait for data: a faster input gains nothing."""
-LARGER = 0.2
-"""The part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast."""
-UNKNOWN_NOISE_GAIN = 1.05
-"""The least ratio that counts as faster if a trial has too few windows to know its noise."""
+WAITS = 0.02  # below this part of the time the loop does not wait for data: a faster input gains nothing
+LARGER = 0.2  # the part of the time that a micro-batch of twice as many rows is expected to gain, beside the forecast
+UNKNOWN_NOISE_GAIN = 1.05  # the least ratio that counts as faster if a trial has too few windows to know its noise
 
 Ending = Literal["plateau", "limit", "interrupted"]
 Failure = Literal["out of memory", "time limit", "crash"]
-Setting = tuple[int, ...]
-"""The index of a choice for each axis."""
+Setting = tuple[int, ...]  # the index of a choice for each axis
 
 
 @dataclass(frozen=True)
@@ -34,14 +30,10 @@ class Axis:
 
     choices: int
     start: int
-    ordered: bool = False
-    """Whether the choices are ordered by the memory that they need, the smallest first."""
-    input: bool = False
-    """Whether it only changes when step batches are ready."""
-    parallel: bool = False
-    """Whether step batches are ready faster in proportion to the size, as with data workers."""
-    values: tuple[float, ...] = ()
-    """The sizes, if they are numbers."""
+    ordered: bool = False  # whether the choices are ordered by the memory that they need, the smallest first
+    input: bool = False  # whether it only changes when step batches are ready
+    parallel: bool = False  # whether step batches are ready faster in proportion to the size, as with data workers
+    values: tuple[float, ...] = ()  # the sizes, if they are numbers
 
     @property
     def is_size(self) -> bool:
@@ -53,10 +45,8 @@ class Axis:
 class Forecast:
     """What the planner says of a setting."""
 
-    plan: str
-    """Equal for settings with which a run would do the same."""
-    fits: bool | None
-    """None if it is not known."""
+    plan: str  # equal for settings with which a run would do the same
+    fits: bool | None  # None if it is not known
     peak_gib: float | None = None
     seconds: tuple[float, float] | None = None
     """Of a step: the fast and the slow end; None for a device whose speed is not known."""
@@ -67,13 +57,11 @@ class Measurement:
     """What a trial measured; without windows if it failed."""
 
     windows: tuple[Window, ...] = ()
-    data_wait: float = 0.0
-    """The part of the time in which the loop waited for data."""
+    data_wait: float = 0.0  # the part of the time in which the loop waited for data
     failure: Failure | None = None
     unit: Unit = "samples"
     peak_gib: float | None = None
-    message: str = ""
-    """Why it failed."""
+    message: str = ""  # why it failed
 
     @property
     def seconds(self) -> float:
@@ -88,8 +76,7 @@ class Trial:
     number: int
     setting: Setting
     measurement: Measurement
-    ratio: Ratio | None
-    """Of its speed to that of the start; None for a failure."""
+    ratio: Ratio | None  # of its speed to that of the start; None for a failure
 
 
 @dataclass
@@ -97,8 +84,7 @@ class Search:
     """The state of a search; `run` searches."""
 
     axes: Sequence[Axis]
-    forecast: Callable[[Setting], Forecast | None]
-    """None: no plan, or another training."""
+    forecast: Callable[[Setting], Forecast | None]  # None: no plan, or another training
     measure: Callable[[Setting], Measurement]
     limit: int = TRIALS
     on_trial: Callable[[Trial], None] = lambda trial: None

@@ -27,8 +27,7 @@ class Dimension:
 
     plugin: str
     scale: Scale
-    changed: tuple[Mapping[str, Any], ...]
-    """The options that each choice changes."""
+    changed: tuple[Mapping[str, Any], ...]  # the options that each choice changes
 
     @property
     def axis(self) -> Axis:

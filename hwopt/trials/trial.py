@@ -47,8 +47,7 @@ ENDINGS: Mapping[int, TrialEnding] = {
 """Exit code of the process -> ending; "crashed" for all others."""
 MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the process"}
 """Type of the device -> what `Outcome.peak_gib` counts."""
-WARM_UP = 5
-"""One step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen."""
+WARM_UP = 5  # one step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen
 
 
 class Progress(Protocol):
@@ -64,8 +63,7 @@ class Variant:
 
     name: str
     profile: str
-    assignments: tuple[str, ...] = ()
-    """`key=value` texts as given to `--set`."""
+    assignments: tuple[str, ...] = ()  # `key=value` texts as given to `--set`
     memory_limit: str | None = None
     without_dropout: bool = False
     """Train without dropout, so that the losses of two variants can be compared: another split draws other masks."""
@@ -77,21 +75,17 @@ class Outcome:
 
     variant: Variant
     ending: TrialEnding
-    message: str = ""
-    """Why it did not complete: the exact message of the error."""
+    message: str = ""  # why it did not complete: the exact message of the error
     windows: Sequence[Window] = ()
     """One per step, in order, without the warm-up and without the last step, which the profiler observes."""
-    losses: Mapping[int, float | None] = field(default_factory=dict)
-    """Step -> training loss; None: not finite."""
+    losses: Mapping[int, float | None] = field(default_factory=dict)  # step -> training loss; None: not finite
     data_waits: Mapping[int, float] = field(default_factory=dict)
     """Step -> part of its time in which the loop waited for data."""
     steps_per_epoch: int | None = None
     peak_gib: float | None = None
     """Peak memory of training and of the largest evaluation batch; MEMORY_KINDS names the counter."""
-    not_active: tuple[str, ...] = ()
-    """Plugins whose evidence is not "active", each with its status and what was seen."""
-    reduced_rows: int | None = None
-    """Rows of the micro-batches after the planned ones ran out of memory; None: they fitted."""
+    not_active: tuple[str, ...] = ()  # plugins whose evidence is not "active", each with its status and what was seen
+    reduced_rows: int | None = None  # rows of the micro-batches after the planned ones ran out of memory; None: they fitted
 
     @property
     def completed(self) -> bool:

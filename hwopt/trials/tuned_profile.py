@@ -22,10 +22,8 @@ from hwopt.system.paths import OR_FORCE, refuse_output
 class Parent:
     """The profile that is tuned."""
 
-    name: str | None
-    """What `extends` calls it; None for a profile without a file, whose tables are copied."""
-    file: Path | None
-    """Its file, if it is not an installed profile: `extends` finds it only beside."""
+    name: str | None  # what `extends` calls it; None for a profile without a file, whose tables are copied
+    file: Path | None  # its file, if it is not an installed profile: `extends` finds it only beside
     profile: Profile
 
     @classmethod
@@ -67,10 +65,8 @@ def output_file(given: Path | None, parent: Parent, job: Path | None, force: boo
 class Tuned:
     """What a search found, for the comments of the profile."""
 
-    tables: Mapping[str, Mapping[str, Any]]
-    """Plugin -> the options that the best setting changes."""
-    gains: Mapping[str, str]
-    """Plugin -> what the trials say of its options."""
+    tables: Mapping[str, Mapping[str, Any]]  # plugin -> the options that the best setting changes
+    gains: Mapping[str, str]  # plugin -> what the trials say of its options
     header: Sequence[str]
     skipped: frozenset[str] = frozenset()
     """Plugins that the plan skips; a copied parent loses them: the copy would ask for them by name (`Context.chosen`)."""

@@ -32,8 +32,7 @@ ENDINGS: dict[Ending, str] = {
     "limit": "all trials are used",
     "interrupted": "interrupted",
 }
-COMPILES = 5.0
-"""A step that computes for so many times the median compiles something."""
+COMPILES = 5.0  # a step that computes for so many times the median compiles something
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,12 @@ class TrialRow:
     """A trial, as reports show it."""
 
     number: int
-    setting: str
-    """What it changes."""
-    assignments: tuple[str, ...]
-    """The same as arguments of `--set`."""
-    rate: float | None
-    """Units per second; None for a failure."""
+    setting: str  # what it changes
+    assignments: tuple[str, ...]  # the same as arguments of `--set`
+    rate: float | None  # units per second; None for a failure
     unit: Unit
     peak_gib: float | None
-    ratio: Ratio | None
-    """Of its speed to that of the start."""
+    ratio: Ratio | None  # of its speed to that of the start
     failure: str = ""
     message: str = ""
 
@@ -75,8 +70,7 @@ class TuneResult:
     rows: Sequence[TrialRow]
     best: TrialRow
     ending: str
-    file: Path | None = None
-    """The profile that was written; None if the start is the best setting."""
+    file: Path | None = None  # the profile that was written; None if the start is the best setting
     job_sets: Sequence[str] = ()
     """Options of the best setting that the job sets otherwise, so that the profile does not count."""
 

@@ -20,8 +20,7 @@ from hwopt.trials.trial import Variant
 
 BASELINE, COPY = "baseline", "baseline again"
 Role = Literal["baseline", "copy", "added", "profile", "left out"]
-Tables = Mapping[str, Mapping[str, Any]]
-"""Plugin -> its options in a profile, of the plugins that are on."""
+Tables = Mapping[str, Mapping[str, Any]]  # plugin -> its options in a profile, of the plugins that are on
 Resolve = Callable[[Variant], Plan]
 
 
@@ -31,12 +30,10 @@ class PlannedVariant:
 
     variant: Variant
     role: Role
-    reference: str = ""
-    """The variant that it is compared with; "" for the baseline."""
+    reference: str = ""  # the variant that it is compared with; "" for the baseline
     plugin: str = ""
     plan: Plan | None = None
-    ending: str = ""
-    """Why it is not run: refused, not applied here, does not fit; "" if it is run."""
+    ending: str = ""  # why it is not run: refused, not applied here, does not fit; "" if it is run
     note: str = ""
 
     @property
