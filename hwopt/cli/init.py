@@ -13,7 +13,7 @@ import rich_click as click
 from hwopt.cli.options import announce_loading
 from hwopt.errors import HwoptError, InputError
 from hwopt.system.paths import refuse_output, write_text
-from hwopt.text import cut, first_line, nearest, printable
+from hwopt.text import first_line, printable
 
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 COLUMN_KEYS = ("text", "label", "prompt", "completion", "messages")  # keys of `data` that name columns
 
 EXAMINED_CHATS = 1_000  # conversations that are read for what `init` says of their template
-LONGEST_QUESTION = 70  # letters of a question with its answers; the answers of a longer one come before it
 
 
 @click.command(help="Look at a data file and at this machine, propose task, columns, model and profile, and write a job.toml.")
@@ -78,19 +77,9 @@ class Questions:
         self.ask = ask
 
     def choice(self, what: str, proposed: str, accepted: Sequence[str], show: bool = True) -> str:
-        def check(answer: str) -> str:
-            if answer not in accepted:
-                raise click.BadParameter(f"{cut(answer)!r} is none of the names.{nearest(answer, accepted)}")
-            return answer
-
         if not self.ask:
             return proposed
-        names = ", ".join(accepted)
-        if show and len(what) + len(names) + len(proposed) > LONGEST_QUESTION:
-            click.echo(click.wrap_text(f"{what}: {names}", 78))
-        elif show:
-            what = f"{what} ({names})"
-        return str(click.prompt(what, default=proposed, value_proc=check))
+        return str(click.prompt(what, default=proposed, type=click.Choice(accepted), show_choices=show))
 
     def number(self, what: str, proposed: int) -> int:
         return int(click.prompt(what, default=proposed, type=click.IntRange(min=2))) if self.ask else proposed

@@ -86,7 +86,7 @@ def plan(
 def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Comparison], values: bool) -> None:
     """Print what follows the screen of one plan: several plans side by side, the ways to use several ranks, every value."""
     from hwopt.report.comparison import show_plans
-    from hwopt.report.sharding import show_parallel
+    from hwopt.report.memory import show_parallel
     from hwopt.report.terminal import show_problem, show_values
 
     single = len(plans) == 1

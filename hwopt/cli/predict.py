@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, inference_options, say, warn
 from hwopt.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHOWN = 20  # rows of a kind that are listed
 SAMPLING = ("temperature", "top_p", "seed")  # options that need --do-sample
@@ -52,9 +49,8 @@ def predict_file(asked: Mapping[str, Any], generation: Mapping[str, Any]) -> Non
     """Write the predictions of a file, and say what was left out."""
     announce_loading()
     from hwopt import api
-    from hwopt.report.terminal import Terminal
 
-    with counting(Terminal(stderr=True)) as progress:
+    with counting() as progress:
         report = api.predict(**asked, generation=generation or None, warn=warn, progress=progress)
     for note in report.notes:
         say(f"note: {note}")
@@ -108,21 +104,13 @@ def lines_typed() -> Iterator[str]:
 
 
 @contextmanager
-def counting(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A function that shows (how many rows are done, of how many) as a progress bar, if the console is a terminal."""
+def counting() -> Iterator[Callable[[int, int], None]]:
+    """A function that shows (how many rows are done, of how many) as a progress bar, if standard error is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
-    with ExitStack() as stack:
-        bar = Progress(*columns, console=console, transient=True)
+    from hwopt.report.terminal import Terminal
 
-        def show(done: int, total: int) -> None:
-            if not bar.task_ids:  # the model is loaded, and the number of rows is known
-                stack.enter_context(bar)
-                bar.add_task("")
-            bar.update(bar.task_ids[0], completed=done, total=total)
-
-        yield show
+    console, columns = Terminal(file=sys.stderr), (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -142,10 +142,8 @@ class RunRecord:
     def class_details(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(title, `Metrics.details`) of the best evaluation and of the test, if the run has them."""
         for prefix, title in (("best_eval_", "Evaluation, best weights"), ("test_", "Test, best weights")):
-            details = {
-                key: self.summary[f"{prefix}{key}"] for key in ("classes", "confusion_matrix") if f"{prefix}{key}" in self.summary
-            }
-            if details:
+            found = {key: self.summary.get(f"{prefix}{key}") for key in ("classes", "confusion_matrix")}
+            if details := {key: value for key, value in found.items() if value is not None}:
                 yield title, details
 
 

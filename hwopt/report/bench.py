@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from hwopt.report.html import render
+from hwopt.report.page import render
 from hwopt.report.sheet import ABSENT, Sheet, gib, known, seconds_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.report.verdicts import Line

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from hwopt.records.run_record import RunRecord, value_of
 from hwopt.report import charts
@@ -19,11 +23,11 @@ from hwopt.report.comparison import (
     speed_ratios,
     unique_names,
 )
-from hwopt.report.html import MAX_VALUE, render
 from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
 from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
-from hwopt.text import printable
+from hwopt.text import cut, printable
 
+MAX_VALUE, MAX_NAME = 160, 60  # characters of a cell, and of the first cell of a row
 REPORT = "report.html"  # the name of the page in a run folder
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
 """Of the tables of classes. The numbers of all classes are in summary.json."""
@@ -171,3 +175,17 @@ def settings_table(record: RunRecord) -> Sheet:
 def versions_table(record: RunRecord) -> Sheet:
     own = [(key.replace("_", " "), record.last[key]) for key in ("hwopt", "python", "operating_system") if record.last]
     return Sheet(("package", "version"), [*own, *record.plan["software"].items()], "Versions of the newest process")
+
+
+def render(template: str, title: str, **values: Any) -> str:
+    """The page that `template` makes of `values`: it loads nothing, has a light and a dark theme, and escapes every text."""
+    environment = Environment(
+        loader=PackageLoader("hwopt", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )
+    environment.filters["shortened"] = lambda sheet: sheet.shortened(MAX_NAME, MAX_VALUE)
+    return environment.get_template(template).render(title=cut(printable(title), 200), version=version("hwopt"), **values)

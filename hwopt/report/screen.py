@@ -133,7 +133,6 @@ class Screen(Listener):
             say(self.console, "next", f"hwopt predict {shlex.quote(str(run.folder))}{rest}")
 
     def show_warnings(self, run: Run) -> None:
-        """Print which data is not used."""
         for warning in run.prepared.warnings:
             say(self.console, "data", warning, "bold yellow")
 
@@ -144,7 +143,6 @@ class Screen(Listener):
 
 
 def weights_text(summary: Summary) -> str:
-    """Which weights `final/` holds."""
     best = [(key.removeprefix("best_"), value) for key, value in summary.items() if key.startswith("best_eval_")]
     if "best_step" not in summary or not best:
         return f"the weights of step {summary['step']:,}, the last one: nothing was evaluated"
@@ -181,7 +179,6 @@ def log_line(found: MetricRow, total_steps: int | None, left: timedelta | None =
 
 
 def progress_of(run: Run) -> str:
-    """The finished steps, of how many."""
     return f"step {run.step:,}/{run.total_steps:,}"
 
 

@@ -72,7 +72,8 @@ class Tracker(Listener):
         try:
             self.tracker = cls(run.folder.name, **folder)
             self.tracker.start()
-            self.tracker.store_init_configuration({key: storable(value) for key, value in (plan.settings | names).items()})
+            found = (plan.settings | names).items()  # every tracker stores numbers and texts
+            self.tracker.store_init_configuration({k: v if isinstance(v, int | float | str) else str(v) for k, v in found})
         except Exception as error:  # each tracker raises its own: no key, no server
             raise InputError(f"--report-to {self.name}: {type(error).__name__}: {first_line(error)}") from error
 
@@ -113,8 +114,3 @@ def flat(row: Row) -> dict[str, float]:
         else:
             found[key] = value
     return found
-
-
-def storable(value: Any) -> bool | int | float | str:
-    """`value` in a type that every tracker stores."""
-    return value if isinstance(value, bool | int | float | str) else str(value)

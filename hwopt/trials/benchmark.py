@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hwopt.planning.plan import Plan
 from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
 from hwopt.trials.trial import Launch, Outcome, Progress, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
@@ -164,7 +163,7 @@ class Benchmark:
         return {number: speed for number, outcome in self.measured[name].items() if (speed := outcome.rate("samples"))}
 
     def rows(self) -> list[BenchRow]:
-        return [self.row(candidate) for candidate in self.candidates.values()]
+        return list(map(self.row, self.candidates.values()))
 
     def row(self, candidate: PlannedVariant) -> BenchRow:
         name = candidate.name
@@ -214,12 +213,8 @@ class Benchmark:
         outcomes = [*self.measured[candidate.name].values(), *filter(None, [self.first.get(candidate.name)])]
         if not outcomes:
             return "not measured", ""
-        return "completed", "; ".join(dict.fromkeys(row_remarks(candidate.plan, outcomes)))
-
-
-def row_remarks(plan: Plan | None, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What a reader must know of completed trials: plugins that are not active, and smaller micro-batches."""
-    yield from (f"evidence: {seen}" for seen in outcomes[0].not_active)
-    for outcome in outcomes:
-        if outcome.reduced_rows is not None and plan is not None:
-            yield f"{plan.batch.train} rows ran out of memory: measured with micro-batches of {outcome.reduced_rows}"
+        assert candidate.plan is not None
+        remarks = [f"evidence: {seen}" for seen in outcomes[0].not_active]
+        reduced = [outcome.reduced_rows for outcome in outcomes if outcome.reduced_rows is not None]
+        tried = f"{candidate.plan.batch.train} rows ran out of memory: measured with micro-batches of"
+        return "completed", "; ".join(dict.fromkeys([*remarks, *(f"{tried} {rows}" for rows in reduced)]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
@@ -32,25 +32,18 @@ class Speedup:
 def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speedup | None = None) -> Speedup | None:
     """The ratio of two speeds by round, of the rounds that both have; None without one.
 
-    `floor`: the ratio of two copies of the baseline, without which nothing is clear.
+    It is clear if every round lies on the same side of 1, further away than any round of `floor`, two copies of the baseline.
+    If a variant equals its reference, its distances and those of the copies are alike: after three rounds this happens in
+    about one of 80 benches (1/4 for the same side, 1/20 for the order of the six distances), after five in one of 4,000.
     """
     values = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
     if not values:
         return None
-    found = Speedup(median(values), min(values), max(values), len(values))
-    return replace(found, clear=floor is not None and is_clear(found, floor))
-
-
-def is_clear(found: Speedup, floor: Speedup) -> bool:
-    """Whether every round lies on the same side of 1, further away than any round of `floor`, two copies of the baseline.
-
-    If a variant equals its reference, its distances and those of the copies are alike: after three rounds this happens in
-    about one of 80 benches (1/4 for the same side, 1/20 for the order of the six distances), after five in one of 4,000.
-    """
-    if min(found.rounds, floor.rounds) < LEAST_ROUNDS:
-        return False
-    ends, noise = ([abs(math.log(each.low)), abs(math.log(each.high))] for each in (found, floor))
-    return (found.low > 1 or found.high < 1) and min(ends) > max(noise)
+    low, high, clear = min(values), max(values), False
+    if floor is not None and min(len(values), floor.rounds) >= LEAST_ROUNDS and (low > 1 or high < 1):
+        ends, noise = ([abs(math.log(end)) for end in pair] for pair in ((low, high), (floor.low, floor.high)))
+        clear = min(ends) > max(noise)
+    return Speedup(median(values), low, high, len(values), clear)
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:

@@ -133,10 +133,11 @@ class Search:
     def next(self) -> Setting | None:
         """The change of the fastest trial that is expected to gain most, those of the input first; None if none is left."""
         fastest = min(self.good, key=lambda trial: trial.measurement.seconds)
+        measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
         expected = []
         for axis, setting in self.neighbours(fastest):
-            seconds = self.relative_seconds(setting, fastest.setting)
-            if not self.is_ruled_out(setting):
+            seconds, plan = self.relative_seconds(setting, fastest.setting), self.plan(setting)
+            if plan is not None and plan.plan not in measured and self.fits(setting):
                 gain = self.doublings(setting, fastest.setting) * LARGER
                 expected.append((not axis.input, math.log(math.prod(seconds)) / 2 - gain, setting))
         return min(expected)[-1] if expected else None
@@ -196,12 +197,6 @@ class Search:
             return ours.peak_gib >= theirs.peak_gib
         sizes = [number for number, axis in enumerate(self.axes) if axis.ordered and not axis.input]
         return all(setting[number] >= failed[number] for number in sizes)
-
-    def is_ruled_out(self, setting: Setting) -> bool:
-        """Whether `setting` does not fit, or is the plan of a trial."""
-        plan = self.plan(setting)
-        measured = {each.plan for trial in self.trials if (each := self.plan(trial.setting)) is not None}
-        return plan is None or plan.plan in measured or not self.fits(setting)
 
     def relative_seconds(self, setting: Setting, to: Setting) -> tuple[float, float]:
         """The predicted time of a step with `setting` relative to that with `to`, at both ends; 1 without a forecast."""

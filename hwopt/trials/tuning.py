@@ -156,20 +156,10 @@ class Tuning:
         self.search.on_trial = lambda trial: self.on_trial(self.row(trial))
 
     def run(self) -> int:
-        """Search until the plateau, the last trial, or a signal; returns the exit code."""
-        self.require_fit()
-        try:
-            self.ending = self.search.run()
-        except (KeyboardInterrupt, SystemExit) as error:
-            if not self.search.trials:
-                raise
-            self.ending = "interrupted"
-            return signals.exit_code(error)
-        self.require_start()
-        return 0
+        """Search until the plateau, the last trial, or a signal; returns the exit code.
 
-    def require_fit(self) -> None:
-        """Raise DoesNotFitError if the planner says that the start does not fit."""
+        Raises DoesNotFitError if the planner says that the start does not fit, and the error of the first trial if it failed.
+        """
         self.progress.show("planning: the start")
         memory = self.space.memory_of(self.search.start)
         if memory is not None and memory.fits is False:
@@ -178,14 +168,19 @@ class Tuning:
                 f"The profile does not fit: it needs {memory.highest_gib:.2f} GiB, {usable:.2f} GiB are usable. "
                 "`hwopt plan` shows the options that save memory"
             )
-
-    def require_start(self) -> None:
-        """Raise the error of the first trial if it failed."""
+        try:
+            self.ending = self.search.run()
+        except (KeyboardInterrupt, SystemExit) as error:
+            if not self.search.trials:
+                raise
+            self.ending = "interrupted"
+            return signals.exit_code(error)
         first = self.row(self.search.trials[0])
         if first.failure:
-            error = DoesNotFitError if first.failure == "out of memory" else InputError
+            failed = DoesNotFitError if first.failure == "out of memory" else InputError
             longer = ". Give it more with --time-limit" if first.failure == "time limit" else ""
-            raise error(f"The first trial, with the profile as it is, failed: {first.outcome}{longer}")
+            raise failed(f"The first trial, with the profile as it is, failed: {first.outcome}{longer}")
+        return 0
 
     @property
     def unit(self) -> Unit:

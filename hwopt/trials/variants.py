@@ -73,7 +73,6 @@ class Contest:
 
 
 def with_table(variant: Variant, name: str, plugin: str, tables: Tables) -> Variant:
-    """`variant` as `name`, with the table that `plugin` has in `tables`."""
     return replace(variant, name=name, assignments=(*variant.assignments, table_assignment(plugin, tables.get(plugin))))
 
 
@@ -138,18 +137,12 @@ def with_plan(
         return replace(candidate, ending="refused", note=str(error))
     candidate = replace(candidate, plan=plan)
     if candidate.plugin and what_trains(plan) == what_trains(plans[candidate.reference]):
-        return replace(candidate, ending="not applied here", note=skip_reason(candidate, plans))
+        entries = [*plan.entries, *plans[candidate.reference].entries]
+        reasons = (each.reason for each in entries if each.name == candidate.plugin and each.decision == "skip")
+        return replace(candidate, ending="not applied here", note=next(reasons, "the plan stays the same"))
     if problem := fit_problem(plan):
         return replace(candidate, ending="does not fit", note=problem)
     return candidate
-
-
-def skip_reason(candidate: PlannedVariant, plans: Mapping[str, Plan]) -> str:
-    """Why the plugin of a candidate changes nothing: the reason for which it is skipped, in the plan that has it."""
-    assert candidate.plan is not None
-    entries = [*candidate.plan.entries, *plans[candidate.reference].entries]
-    reasons = (each.reason for each in entries if each.name == candidate.plugin and each.decision == "skip")
-    return next(reasons, "the plan stays the same")
 
 
 def what_trains(plan: Plan) -> Any:

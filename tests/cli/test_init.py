@@ -65,7 +65,7 @@ def test_answers_are_written(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sys.stdin", answering("train.jsonl", "", "txt", "text", "", "64", "my-model", "t4_16gb"))
     made = hwopt("init", "-o", "mine.toml", cwd=data)
     assert made.returncode == 0, made.stderr
-    assert "'txt' is none of the names. Did you mean 'text'?" in made.stdout + made.stderr
+    assert "'txt' is not one of 'text', 'label'" in made.stdout + made.stderr
     found = written(data, "mine.toml")
     assert (found.data.max_length, found.model.name) == (64, "my-model")
     assert "hwopt run mine.toml --profile t4_16gb" in made.stdout

@@ -24,8 +24,7 @@ from hwopt.memory.forecast.communication import Ranks, Volume
 from hwopt.memory.forecast.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
 from hwopt.report.comparison import show_plans
-from hwopt.report.memory import show_change, show_largest, show_memory
-from hwopt.report.sharding import show_parallel
+from hwopt.report.memory import show_change, show_largest, show_memory, show_parallel
 from hwopt.report.sheet import Sheet, seconds_text
 from hwopt.report.terminal import Terminal, show_sheet
 

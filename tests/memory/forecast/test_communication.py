@@ -34,7 +34,7 @@ from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.forecast.sharding import compare_schemes, played_per_rank
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.plugin import MemorySpec
-from hwopt.report.sharding import show_parallel
+from hwopt.report.memory import show_parallel
 from hwopt.system.cache import cache_folder
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile
 
