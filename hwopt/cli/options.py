@@ -196,3 +196,7 @@ def quiet_libraries() -> None:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    if "transformers" in sys.modules:  # imported before the command began: it has read the environment
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
