@@ -6,15 +6,17 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB, Hardware, weakest
 from hwopt.hardware.layer_speed import LARGEST, cached, measured
-from hwopt.hardware.system_report import installed_versions
-from hwopt.hardware.torch_build import torch_problem
+from hwopt.hardware.torch_build import Driver, NvidiaCard, nvidia_driver, torch_problem
 
 PACKAGES = (
     *("torch", "accelerate", "transformers", "datasets", "peft", "bitsandbytes", "torchao"),
@@ -66,10 +68,6 @@ def card(index: int, free: int, total: int, host: Hardware) -> Hardware:
     )
 
 
-CGROUP_ROOT, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux reports the resource limits of containers."""
-
-
 def host_memory() -> tuple[int, int]:
     """(total, free) bytes of host memory; inside a container, of the container's limit."""
     import psutil
@@ -81,7 +79,7 @@ def host_memory() -> tuple[int, int]:
     return limit, max(0, min(int(found.available), limit - used))
 
 
-def cgroup_memory(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> tuple[int | None, int]:
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
     """(smallest memory limit of this process's control groups or None without a limit, bytes in use under that limit).
 
     Cached files do not count as used: the kernel evicts them when memory is needed. Supports cgroup versions 1 and 2.
@@ -144,11 +142,7 @@ def cpu_features() -> tuple[str, ...]:
     """Of amx_bf16, avx512_bf16 and avx2, those that torch's CPU kernels use. Imports torch."""
     import torch
 
-    flags = {
-        "amx_bf16": "_is_amx_tile_supported",
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "avx2": "_is_avx2_supported",
-    }
+    flags = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported", "avx2": "_is_avx2_supported"}
     return tuple(name for name, probe in flags.items() if getattr(torch.cpu, probe, bool)())
 
 
@@ -159,16 +153,65 @@ def cpu_cores() -> int:
 
 def cpu_name() -> str:
     """The model name of the CPU, else its architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
+    with contextlib.suppress(OSError):  # not Linux
+        if found := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text("utf-8", "replace"), re.M):
+            return found[1].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
 def detect_software() -> dict[str, str]:
     """Package -> version, for the installed ones of PACKAGES."""
     return installed_versions(PACKAGES)
+
+
+@dataclass(frozen=True)
+class SystemReport:
+    """What a bug report says of the machine and its software. A version that could not be found is ""."""
+
+    hwopt: str
+    python: str
+    operating_system: str
+    torch: str
+    """With its build, such as 2.13.0+cu130."""
+    torch_cuda: str
+    """The CUDA version that torch was built for; "" for a build for CPUs."""
+    driver: str
+    driver_cuda: str
+    """The highest CUDA version that the driver supports."""
+    cards: tuple[NvidiaCard, ...]
+
+
+def report_system() -> SystemReport:
+    """The report of this machine. Imports torch."""
+    import torch
+
+    driver = nvidia_driver() or Driver()
+    return SystemReport(
+        version_of("hwopt"),
+        f"{platform.python_implementation()} {platform.python_version()}",
+        platform.platform(),
+        torch.__version__,
+        torch.version.cuda or "",
+        driver.version,
+        ".".join(map(str, driver.cuda or ())),
+        driver.cards,
+    )
+
+
+def reported_packages() -> dict[str, str]:
+    """Package -> version, for the packages that hwopt needs."""
+    needed = (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in metadata.requires("hwopt") or () if "extra ==" not in line)
+    return installed_versions(needed)
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version, for those of `packages` that are installed."""
+    return {name: found for name in packages if (found := version_of(name))}
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, else ""."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -110,10 +110,9 @@ class Hardware:
     @property
     def different_cards_note(self) -> str:
         """What a plan for different cards means, as a sentence; "" if the ranks use equal ones."""
-        if not self.different_cards:
-            return ""
         cards = ", ".join(self.different_cards)
-        return f"different cards: {cards}. The plan is for the least memory and capability of them, and every rank runs it"
+        what = "The plan is for the least memory and capability of them, and every rank runs it"
+        return f"different cards: {cards}. {what}" if cards else ""
 
     @property
     def architecture(self) -> str:
@@ -132,7 +131,10 @@ class Hardware:
     def can(self, feature: Feature) -> Support:
         """Whether the device supports `feature` in hardware; emulation does not count."""
         if feature == "offload":
-            return self._can_offload()
+            if self.device_type == "cpu":
+                return Support(False, "needs a CUDA device, found a CPU")
+            shared = f"{self.name} and its host share one memory"
+            return Support(not self.unified_memory, shared if self.unified_memory else "the host has memory of its own")
         if self.amd:
             return self._amd_can(feature)
         if self.compute_capability is None:
@@ -152,14 +154,6 @@ class Hardware:
             return "fp16", f"{fp16.reason}; bf16 {bf16.reason}"
         return "fp32", f"neither bf16 ({bf16.reason}) nor fp16 ({fp16.reason})"
 
-    def _can_offload(self) -> Support:
-        """Whether tensors in host memory leave the device's memory."""
-        if self.device_type == "cpu":
-            return Support(False, "needs a CUDA device, found a CPU")
-        if self.unified_memory:
-            return Support(False, f"{self.name} and its host share one memory")
-        return Support(True, "the host has memory of its own")
-
     def _amd_can(self, feature: Feature) -> Support:
         found = f"{self.amd} ({self.name})"
         match feature:
@@ -177,21 +171,16 @@ class Hardware:
     def _cpu_can(self, feature: Feature) -> Support:
         match feature:
             case "bf16":
-                units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in self.cpu_features]
-                if units:
-                    return Support(True, f"this CPU has {', '.join(units)}")
-                return Support(False, "this CPU has neither AMX-BF16 nor AVX512-BF16")
+                units = ", ".join(unit for unit in ("amx_bf16", "avx512_bf16") if unit in self.cpu_features)
+                return Support(bool(units), f"this CPU has {units or 'neither AMX-BF16 nor AVX512-BF16'}")
             case "flash_attention" | "fused_optimizer":
                 return Support(True, "torch has a CPU kernel")
             case "fp16":
-                return Support(
-                    False, "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
-                )
+                why = "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
+                return Support(False, why)
             case _:
-                return Support(
-                    False,
-                    f"needs a CUDA device of compute capability {'.'.join(map(str, NEEDED_CAPABILITY[feature][0]))}, found a CPU",
-                )
+                needed = ".".join(map(str, NEEDED_CAPABILITY[feature][0]))
+                return Support(False, f"needs a CUDA device of compute capability {needed}, found a CPU")
 
 
 def weakest(cards: Sequence[Hardware]) -> Hardware:
@@ -199,8 +188,7 @@ def weakest(cards: Sequence[Hardware]) -> Hardware:
 
     It has the name of the card with the least memory, of equal ones that with the lowest compute capability.
     """
-    kinds = {(card.name, card.memory_gib, card.compute_capability) for card in cards}
-    if len(kinds) == 1:
+    if len({(card.name, card.memory_gib, card.compute_capability) for card in cards}) == 1:
         return cards[0]
     capabilities = [card.compute_capability for card in cards if card.compute_capability is not None]
     least = min(cards, key=lambda card: (card.memory_gib, card.compute_capability or (0, 0)))
@@ -210,7 +198,7 @@ def weakest(cards: Sequence[Hardware]) -> Hardware:
         compute_capability=min(capabilities, default=None),
         multiprocessors=min(card.multiprocessors for card in cards),
         different_cards=tuple(
-            f"{card.name} ({card.memory_gib:g} GiB, compute capability {card.capability_text})" for card in cards
+            f"{each.name} ({each.memory_gib:g} GiB, compute capability {each.capability_text})" for each in cards
         ),
     )
 
@@ -223,22 +211,20 @@ def described(
     multiprocessors: int | None = None,
     amd: str = "",
 ) -> Hardware:
-    """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free.
-
-    `amd`: the instruction set of an AMD GPU, which has no compute capability.
-    """
+    """Hardware for a device that is not installed, in the machine `host` (default: 8 cores, 32 GiB); all its memory is free."""
+    host = host or Hardware("cpu", "", 32.0, 32.0, cpu_cores=8, cpu_memory_gib=32.0, compiler="g++")
     return Hardware(
-        device_type="cuda" if compute_capability or amd else "cpu",
-        name=name,
-        memory_gib=memory_gib,
+        "cuda" if compute_capability or amd else "cpu",
+        name,
+        memory_gib,
         free_memory_gib=memory_gib,
         compute_capability=compute_capability,
         amd=amd,
         multiprocessors=multiprocessors or 0,
-        cpu_cores=host.cpu_cores if host else 8,
-        cpu_memory_gib=host.cpu_memory_gib if host else 32.0,
-        compiler=host.compiler if host else "g++",
-        system=host.system if host else "Linux",
+        cpu_cores=host.cpu_cores,
+        cpu_memory_gib=host.cpu_memory_gib,
+        compiler=host.compiler,
+        system=host.system,
         source="described",
     )
 
@@ -260,10 +246,8 @@ def with_memory_limit(hardware: Hardware, limit: str) -> Hardware:
     """`hardware` with its device memory reduced to `limit` ("8GiB", "7500MB"). Raises InputError if that is impossible."""
     gib = parse_memory_limit(limit)
     if hardware.device_type == "cpu":
-        raise InputError(
-            f"--memory-limit {limit}: this machine has no CUDA device, and torch cannot limit CPU "
-            "memory. Omit the option, or plan for a card with `hwopt plan --profile NAME`"
-        )
+        why = "this machine has no CUDA device, and torch cannot limit CPU memory"
+        raise InputError(f"--memory-limit {limit}: {why}. Omit the option, or plan for a card with `hwopt plan --profile NAME`")
     if gib > hardware.memory_gib:
         raise InputError(f"--memory-limit {limit}: exceeds the {hardware.memory_gib:g} GiB of {hardware.name}")
     free = min(gib, hardware.free_memory_gib)

@@ -39,8 +39,6 @@ class Finding:
 
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-KERNEL = Path("/proc/version")
-SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB = 1.0
 """Docker gives a container 1/16 GiB. A worker's batch of long texts has megabytes, and several batches are prefetched."""
 LOW_DISK_GIB, LEAST_DISK_GIB = 20.0, 2.0
@@ -67,15 +65,11 @@ def check_driver(pci: Path = PCI) -> Finding:
     if driver is None:
         if not has_nvidia_card(pci):
             return Finding("ok", "no NVIDIA card; hwopt trains on the CPU")
-        return Finding(
-            "problem", "this machine has an NVIDIA card, but no NVIDIA driver", "sudo ubuntu-drivers install, then reboot"
-        )
+        text = "this machine has an NVIDIA card, but no NVIDIA driver"
+        return Finding("problem", text, "sudo ubuntu-drivers install, then reboot")
     if not driver.cards:
-        return Finding(
-            "problem",
-            f"{driver.text} is installed, but reports no card",
-            "nvidia-smi shows the error; reboot after an update of the driver; start a container with --gpus all",
-        )
+        fix = "nvidia-smi shows the error; reboot after an update of the driver; start a container with --gpus all"
+        return Finding("problem", f"{driver.text} is installed, but reports no card", fix)
     cuda = "" if driver.cuda is None else f", for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
     return Finding("ok", f"NVIDIA {driver.version}{cuda}: {listing(driver.names)}")
 
@@ -83,13 +77,8 @@ def check_driver(pci: Path = PCI) -> Finding:
 def has_nvidia_card(pci: Path = PCI) -> bool:
     """Whether a PCI device is a display controller of NVIDIA."""
 
-    def holds(file: Path, start: str) -> bool:
-        try:
-            return file.read_text(encoding="ascii").startswith(start)
-        except (OSError, UnicodeDecodeError):
-            return False
-
-    return any(holds(device / "vendor", NVIDIA_VENDOR) and holds(device / "class", DISPLAY_CLASS) for device in pci.glob("*"))
+    vendors = (file for file in pci.glob("*/vendor") if file.read_text(encoding="ascii").startswith(NVIDIA_VENDOR))
+    return any((file.parent / "class").read_text(encoding="ascii").startswith(DISPLAY_CLASS) for file in vendors)
 
 
 def check_torch(environment: Mapping[str, str] = os.environ) -> Finding:
@@ -133,10 +122,9 @@ def check_deepspeed() -> Finding:
 
 def check_import(package: str, code: str, effect: str, fix: str) -> Finding:
     """Run `code`, which imports `package`, in a process of its own: a broken library can crash the process."""
+    command = [sys.executable, "-c", code]
     try:
-        found = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, encoding="utf-8", errors="replace", timeout=IMPORT_SECONDS
-        )
+        found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
         return Finding("problem", f"the import takes more than {IMPORT_SECONDS} s", fix)
     if found.returncode == 0:
@@ -146,18 +134,16 @@ def check_import(package: str, code: str, effect: str, fix: str) -> Finding:
     return Finding("problem", f"{effect}: {why}", fix)
 
 
-def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """/dev/shm, in which data-loading workers hand over their batches."""
     if not folder.is_dir():
         return Finding("ok", f"this system has no {folder}")
     size = shutil.disk_usage(folder).total / GIB
     if size >= LEAST_SHARED_GIB:
         return Finding("ok", f"{folder} has {size:.1f} GiB")
-    return Finding(
-        "warning",
-        f"{folder} has {size:.2f} GiB; data-loading workers can die with a bus error",
-        "docker run --shm-size=8g, or --ipc=host; on a host: sudo mount -o remount,size=8G /dev/shm",
-    )
+    text = f"{folder} has {size:.2f} GiB; data-loading workers can die with a bus error"
+    fix = "docker run --shm-size=8g, or --ipc=host; on a host: sudo mount -o remount,size=8G /dev/shm"
+    return Finding("warning", text, fix)
 
 
 def check_other_processes() -> Finding:
@@ -208,7 +194,7 @@ def check_disk(folder: Path, fix: str) -> Finding:
     return Finding(status, text, "" if status == "ok" else fix)
 
 
-def check_wsl(kernel: Path = KERNEL, working_folder: Path | None = None, libraries: str = WSL_FOLDER) -> Finding:
+def check_wsl(kernel: Path = Path("/proc/version"), working_folder: Path | None = None, libraries: str = WSL_FOLDER) -> Finding:
     """Windows Subsystem for Linux: version 2, with NVIDIA's libraries, and not on a Windows disk."""
     release = kernel.read_text(encoding="utf-8", errors="replace").lower()
     if "microsoft" not in release:

@@ -70,11 +70,6 @@ class Driver:
         return [card.name for card in self.cards]
 
     @property
-    def capability(self) -> Version | None:
-        """Of the first card."""
-        return self.cards[0].compute_capability if self.cards else None
-
-    @property
     def text(self) -> str:
         version = f" ({self.version})" if self.version else ""
         return f"an NVIDIA driver{version}{' and ' if self.cards else ''}{', '.join(self.names)}"
@@ -101,13 +96,12 @@ def torch_problem(index: int = 0, environment: Mapping[str, str] = os.environ) -
     if torch.version.cuda is None:
         problem = f"torch {release} is built for CPUs, but this machine has {driver.text}"
     elif driver.cuda is not None and driver.cuda < (int(torch.version.cuda.split(".")[0]), 0):
-        problem = (
-            f"torch {release} is built for CUDA {torch.version.cuda}, but this machine has {driver.text} "
-            f"for CUDA {driver.cuda[0]}.{driver.cuda[1]}"
-        )
+        machine = f"{driver.text} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"
+        problem = f"torch {release} is built for CUDA {torch.version.cuda}, but this machine has {machine}"
     else:
         return ""  # another fault: torch's own message tells
-    return f"{problem}: hwopt runs on the CPU. {fix(release, driver.capability, driver.cuda)}"
+    capability = driver.cards[0].compute_capability if driver.cards else None
+    return f"{problem}: hwopt runs on the CPU. {fix(release, capability, driver.cuda)}"
 
 
 def missing_kernels(name: str, capability: Version, architectures: Sequence[str]) -> str:
@@ -129,19 +123,15 @@ def has_kernels(capability: Version, architectures: Sequence[str]) -> bool:
     It does with binary code of the same major and the same or an older minor version, and with PTX (compute_*) of the same or an
     older version. Code with the suffix "a" (sm_90a) runs on its own version only. An empty list (unknown) counts as yes.
     """
-    for name in architectures:
+
+    def runs(name: str) -> bool:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if found is None:
-            continue
-        built = (int(found[2]), int(found[3]))
-        same_family = built <= capability and built[0] == capability[0]
-        if found[4] == "a":
-            fits = built == capability
-        else:
-            fits = same_family or (found[1] == "compute" and not found[4] and built <= capability)
-        if fits:
-            return True
-    return not architectures
+        built = (int(found[2]), int(found[3])) if found else (0, 0)
+        if found is None or found[4] == "a":
+            return built == capability
+        return built <= capability and (built[0] == capability[0] or (found[1] == "compute" and not found[4]))
+
+    return not architectures or any(map(runs, architectures))
 
 
 def fix(release: str, capability: Version | None, cuda: Version | None) -> str:
@@ -184,18 +174,14 @@ def nvidia_driver() -> Driver | None:
             if not handles:
                 return None
             number = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-            return Driver(
-                pynvml.nvmlSystemGetDriverVersion(),
-                (number // 1000, number % 1000 // 10),
-                tuple(map(nvml_card, handles)),
-            )
+            cuda = number // 1000, number % 1000 // 10
+            return Driver(pynvml.nvmlSystemGetDriverVersion(), cuda, tuple(map(nvml_card, handles)))
         finally:
             pynvml.nvmlShutdown()
-    except pynvml.NVMLError_LibraryNotFound:
-        found = DRIVER_FILE.exists() or any(shutil.which("nvidia-smi", path=path) for path in (None, WSL_FOLDER))
-    except pynvml.NVMLError:  # the driver is installed, but not loaded
-        found = DRIVER_FILE.exists()
-    return driver_from_file() if found else None
+    except pynvml.NVMLError as error:  # no library, or the driver is installed, but not loaded
+        no_library = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        tools = no_library and any(shutil.which("nvidia-smi", path=path) for path in (None, WSL_FOLDER))
+        return Driver() if DRIVER_FILE.exists() or tools else None
 
 
 def nvml_card(handle: Any) -> NvidiaCard:
@@ -205,12 +191,3 @@ def nvml_card(handle: Any) -> NvidiaCard:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     return NvidiaCard(pynvml.nvmlDeviceGetName(handle), capability, round(memory.total / GIB, 2), round(memory.free / GIB, 2))
-
-
-def driver_from_file(file: Path = DRIVER_FILE) -> Driver:
-    """The driver with the version that the kernel module reports in `file`, if it is there."""
-    try:
-        found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        found = None
-    return Driver(found[1] if found else "")

@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import device_trace, fitted, traced_memory
 from hwopt.memory.trace.dry_run import Shape
-from hwopt.planning.alternatives import current_options, scales_of
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan, Replan
-from hwopt.plugin import Choice, Scale
+from hwopt.plugin import Choice, PluginOptions, Scale
+from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 MIN_SAVING_GIB = 0.01
@@ -255,3 +256,19 @@ def relative_time(now: Prediction, changed: Prediction) -> tuple[float, float]:
     """Return the time of a row with the change relative to now: the smaller and the larger of the forecast's two ends."""
     ends = [after / changed.rows / (before / now.rows) for before, after in zip(now.step, changed.step, strict=True)]
     return min(ends), max(ends)
+
+
+def current_options(name: str, plan: Plan) -> PluginOptions | None:
+    """The options of an applied plugin; None if it is not applied."""
+    return next((entry.options for entry in plan.applied() if entry.name == name), None)
+
+
+def scales_of(name: str, plan: Plan, registry: Registry) -> Sequence[Scale]:
+    """The scales that the plugin offers for `plan`. Raises PluginError if its hook raises."""
+    with plugin_guard(f"plugin {name!r} of {registry.distribution(name)}", "alternatives()"):
+        return list(registry.plugin(name).alternatives(current_options(name, plan), plan.context))
+
+
+def changes_of(name: str, choice: Choice, plan: Plan) -> dict[str, Any]:
+    """The changes of `choice`, which also turn on a plugin that is not applied."""
+    return {**({} if current_options(name, plan) else {"enabled": True}), **choice.changes}

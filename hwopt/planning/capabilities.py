@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from hwopt.config.job import Data, Job
 from hwopt.config.job_model import Model
 from hwopt.errors import PluginError
-from hwopt.hardware.detect import detect, detect_software
+from hwopt.hardware.detect import SystemReport, detect, detect_software, report_system, reported_packages
 from hwopt.hardware.device import Hardware
-from hwopt.hardware.system_report import SystemReport, report_system, reported_packages
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import check_decision
 from hwopt.plugin import Context

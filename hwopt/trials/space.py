@@ -11,9 +11,9 @@ from typing import Any
 
 from hwopt.config.toml_text import inline
 from hwopt.errors import HwoptError, PluginError
+from hwopt.memory.advice import changes_of, scales_of
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.planning.alternatives import changes_of, scales_of
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Scale

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hwopt
-from hwopt.hardware import system_report
-from hwopt.hardware.system_report import report_system, reported_packages
+from hwopt.hardware import detect
+from hwopt.hardware.detect import report_system, reported_packages
 from hwopt.hardware.torch_build import Driver, NvidiaCard
 from hwopt.planning.capabilities import survey
 from hwopt.report.terminal import Terminal, show_survey
@@ -20,7 +20,7 @@ CARDS = (NvidiaCard("Tesla T4", (7, 5), 14.56, 14.0), NvidiaCard("NVIDIA GeForce
 
 
 def test_report_has_the_versions_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_report, "nvidia_driver", lambda: Driver("580.65", (13, 0), CARDS))
+    monkeypatch.setattr(detect, "nvidia_driver", lambda: Driver("580.65", (13, 0), CARDS))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = report_system()
     assert (found.hwopt, found.python.split()[1]) == (hwopt.__version__, platform.python_version())
@@ -29,7 +29,7 @@ def test_report_has_the_versions_of_this_process(monkeypatch: pytest.MonkeyPatch
 
 
 def test_report_of_a_machine_without_a_driver_has_empty_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_report, "nvidia_driver", lambda: None)
+    monkeypatch.setattr(detect, "nvidia_driver", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", None)
     found = report_system()
     assert (found.torch_cuda, found.driver, found.driver_cuda) == ("", "", "")

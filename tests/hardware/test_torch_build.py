@@ -13,7 +13,6 @@ from hwopt.hardware.device import GIB
 from hwopt.hardware.torch_build import (
     Driver,
     NvidiaCard,
-    driver_from_file,
     fix,
     has_kernels,
     missing_kernels,
@@ -112,17 +111,6 @@ def test_torch_that_sees_no_card(
     assert (expected is None and problem == "") or (expected is not None and expected in problem and "pip install" in problem)
     for hidden in ("", "-1"):
         assert torch_problem(environment={"CUDA_VISIBLE_DEVICES": hidden}) == ""
-
-
-def test_driver_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
-    file = tmp_path / "version"
-    assert driver_from_file(file) == Driver()
-    file.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3.0\n"
-    )
-    assert driver_from_file(file) == Driver("550.54.15")
-    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    assert driver_from_file(file) == Driver("580.65.06")
 
 
 @pytest.mark.parametrize("sign", ["file", "nvidia-smi", "none"])

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwopt.hardware.monitor import gpu_reader
-from hwopt.hardware.sampler import Sampler
+from hwopt.hardware.monitor import Sampler, gpu_reader
 from hwopt.training.run import Run
 from hwopt.training.telemetry.step_timer import StepTimer
 from hwopt.training.telemetry.verdict import Verdict, verdict_of

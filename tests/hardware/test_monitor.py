@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hwopt.hardware.monitor import GpuReading, read_gpu
-from hwopt.hardware.sampler import Sampler
+from hwopt.hardware.monitor import GpuReading, Sampler, read_gpu
 
 
 class NVMLError(Exception):
