@@ -25,7 +25,7 @@ from hwopt.model.facts import model_facts
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.planning.precedence import refuse_long_samples, under_job
+from hwopt.planning.resolve import refuse_long_samples, under_job
 from hwopt.runs.execute import execute
 from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder

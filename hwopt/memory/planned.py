@@ -26,8 +26,7 @@ from hwopt.model.remote_code import trusted_models
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan, Replan
-from hwopt.planning.precedence import under_job
-from hwopt.planning.resolve import hardware_of_card
+from hwopt.planning.resolve import hardware_of_card, under_job
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder

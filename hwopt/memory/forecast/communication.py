@@ -1,4 +1,8 @@
-"""Communication: formulas for the bytes that ranks send each other in an optimizer step.
+"""Formulas for the states that a rank holds, and for the bytes that ranks send each other in an optimizer step.
+
+The states are a lower bound of the memory: activations and temporaries are not included. Sharding follows Rajbhandari et al. 2020
+(arXiv:1910.02054, figure 1): stage 1 shards the optimizer state and masters over the ranks, stage 2 also the gradients, stage 3
+(and FSDP) also the weights.
 
 All collectives run in a ring of P ranks. In a reduce-scatter or an all-gather of S bytes each rank sends and receives
 S (P - 1) / P. An all-reduce is both in turn, 2 S (P - 1) / P, which is optimal (Patarasuk and Yuan 2009, Bandwidth optimal
@@ -112,3 +116,24 @@ def split_by_node(sent: float, ranks: Ranks) -> Volume:
     """Split the `sent` bytes of each rank in a ring over all ranks. Only the last rank of a node sends to the next node."""
     between = sent / ranks.per_node if ranks.nodes > 1 else 0.0
     return Volume(sent - between, between)
+
+
+def on_device(spec: MemorySpec) -> dict[str, float]:
+    """Return the bytes by kind on one device, for the fraction of each kind that it holds."""
+    return {kind: size * spec.held.get(kind, 1.0) for kind, size in states(spec).items()}
+
+
+def states(spec: MemorySpec) -> dict[str, float]:
+    """Return the bytes by kind on one device that holds the whole model."""
+    return {
+        "weights": spec.weights,
+        "gradients": spec.trained * spec.gradient_bytes,
+        "optimizer_state": spec.trained * spec.state_bytes,
+        "masters": spec.trained * spec.master_bytes,
+    }
+
+
+def sharded(parts: dict[str, float], stage: int, ranks: int) -> dict[str, float]:
+    """Return the bytes by kind on each of `ranks` devices under ZeRO `stage` (0 to 3)."""
+    sharded_kinds = {1: ("optimizer_state", "masters"), 2: ("optimizer_state", "masters", "gradients"), 3: tuple(parts)}
+    return {kind: size / ranks if kind in sharded_kinds.get(stage, ()) else size for kind, size in parts.items()}

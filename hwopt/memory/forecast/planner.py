@@ -13,7 +13,7 @@ from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.memory.allocator.playback import PlayedSteps, largest_played, played_run
-from hwopt.memory.forecast import closed_form
+from hwopt.memory.forecast.communication import on_device
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
@@ -82,7 +82,7 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     try:
         return traced_memory(plan, shape, lengths, device_trace(plan, shape.width, lengths.head, cache))
     except NotTraceable as error:
-        parts = dict.fromkeys(KINDS, 0.0) | closed_form.on_device(plan.memory_spec)
+        parts = dict.fromkeys(KINDS, 0.0) | on_device(plan.memory_spec)
         return replace(memory_of(plan, shape, lengths, "closed form", parts), note=f"the recipe could not be traced: {error}")
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.playback import PlayedRun, played_run
-from hwopt.memory.forecast import closed_form
-from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, volume
+from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, sharded, states, volume
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.trace.dry_run import largest_size
 from hwopt.memory.trace.timeline import KINDS, Timeline
@@ -107,10 +106,10 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     rows = []
     for scheme in schemes_for(ranks):
         over = scheme.spread_over(ranks)
-        states = closed_form.sharded(closed_form.states(spec), scheme.stage, over)
+        held = sharded(states(spec), scheme.stage, over)
         gathered = (2 * BUCKET_BYTES if ranks.number > 1 else 0) + (layer if scheme.stage == 3 and over > 1 else 0)
         if steps is None:
-            peak, evaluation = sum(states.values()) + gathered, None
+            peak, evaluation = sum(held.values()) + gathered, None
             highest = peak
         else:
             run = played_per_rank(scheme, ranks, *steps)
@@ -121,7 +120,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
             SchemeMemory(
                 name=scheme.name,
                 spread_over=over,
-                states_gib={kind: size / GIB for kind, size in states.items()},
+                states_gib={kind: size / GIB for kind, size in held.items()},
                 peak_gib=peak / GIB,
                 lower_bound=steps is None,
                 eval_peak_gib=evaluation,
@@ -151,6 +150,6 @@ def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
 def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> PlayedRun:
     """Return the memory of a rank, without the temporarily gathered layer."""
     over = scheme.spread_over(ranks)
-    parts = closed_form.sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
+    parts = sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
     fractions = dict.fromkeys(KINDS, 1.0) | parts
     return played_run(train.with_fractions(fractions, 1 / over), evaluation.with_fractions(fractions))

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hwopt.hardware.device import Hardware
-from hwopt.memory.trace.column_sums import ColumnSum
+from hwopt.memory.trace.timeline import ColumnSum
 from hwopt.memory.trace.tracker import Workspace
 
 aten = torch.ops.aten

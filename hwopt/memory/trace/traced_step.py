@@ -18,7 +18,6 @@ import torch
 
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.memory.trace import cuda_emulation as card
-from hwopt.memory.trace.column_sums import threads_per_multiprocessor
 from hwopt.memory.trace.dry_run import (
     Head,
     Shape,
@@ -34,7 +33,7 @@ from hwopt.memory.trace.dry_run import (
 )
 from hwopt.memory.trace.layer_blocks import NotRepeated
 from hwopt.memory.trace.skipped_layers import SkippedLayers
-from hwopt.memory.trace.timeline import Timeline
+from hwopt.memory.trace.timeline import Timeline, threads_per_multiprocessor
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.planning.plan import Plan
 from hwopt.training.run import Run

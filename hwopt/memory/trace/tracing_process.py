@@ -1,8 +1,9 @@
-"""The process that traces plans, as seen from the process that plans: sends a request, waits for the answer.
+"""The process that traces plans: a request from the process that plans, and its answer.
 
 Tracing needs a process that never had threads or CUDA: a child that is forked after a CUDA backward cannot run autograd, and an
-import in a forked child may initialize CUDA a second time, which fails. So tracing_server is a fork server without
-GPUs. It imports torch once. Plugins that only this process knows travel as code (cloudpickle).
+import in a forked child may initialize CUDA a second time, which fails. So a fork server without GPUs traces. It imports torch
+once and forks for each request, because emulating a card changes torch for the whole process. The fork builds the recipe once and
+forks again for each shape, so they are traced in parallel. Plugins that only the caller knows travel as code (cloudpickle).
 """
 
 from __future__ import annotations
@@ -12,17 +13,25 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 from hwopt.model.remote_code import trust_only, trusted_models
-from hwopt.system.fork_server import ForkServer, ServerEnded
+from hwopt.system import fork_server
+from hwopt.system.fork_server import Fork, ForkServer, ServerEnded
 
 if TYPE_CHECKING:
     from hwopt.memory.trace.dry_run import Head, Shape
     from hwopt.memory.trace.timeline import Timeline
+    from hwopt.memory.trace.traced_step import StepFunctions
     from hwopt.planning.plan import Plan
+
+    Shapes = tuple[tuple[str, Shape], ...]
 
 CPU_SECONDS = 600.0
 """The most CPU time of a request, of all its processes together."""
@@ -140,7 +149,7 @@ def running_server() -> ForkServer:
     if _running is None or not _running.usable:
         close()
         atexit.register(close)
-        _running = ForkServer("hwopt.memory.trace.tracing_server", {"CUDA_VISIBLE_DEVICES": ""}, IDLE_SECONDS)
+        _running = ForkServer(__name__, {"CUDA_VISIBLE_DEVICES": ""}, IDLE_SECONDS)
     return _running
 
 
@@ -151,3 +160,106 @@ def close() -> None:
         _running.close()
         atexit.unregister(close)
         _running = None
+
+
+OFTEN_USED = ("peft", "bitsandbytes")
+"""Packages that many plugins import. The server imports them while it waits for its first request."""
+
+
+def serve(descriptor: int, parent: int, idle_s: float) -> None:
+    """Serve the connection on the file `descriptor`. End with the process `parent`, if it is not 0, or after `idle_s` seconds."""
+    fork_server.serve(descriptor, parent, prepare, answer, import_modules, idle_s)
+
+
+def prepare(connection: Connection) -> None:
+    """Import what every trace needs, and what many need until the first request comes."""
+    import accelerate.utils  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401
+    import transformers.initialization
+    import transformers.modeling_utils  # noqa: F401
+
+    import hwopt.memory.trace.traced_step  # noqa: F401
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    import_modules(name for name in OFTEN_USED if not connection.poll())
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import what a fork imported, so that the next one need not.
+
+    Functions that a package compiles when it is imported stay as they are: fake tensors never run them, and the import of torch's
+    compiler takes a second.
+    """
+    import torch
+
+    with mock.patch.object(torch, "compile", uncompiled):
+        fork_server.import_modules(names)
+
+
+def uncompiled(model: Any = None, **options: Any) -> Any:
+    """`torch.compile` that compiles nothing."""
+    return uncompiled if model is None else model
+
+
+class StepFailed(Exception):
+    """A child could not trace its shape. Holds the name of the class of its error, and the message."""
+
+
+def answer(request: bytes) -> bytes:
+    """Return the pickled timelines by name, or the pickled error: (name of its class, message)."""
+    return pickled(lambda: trace(unpack(request)))
+
+
+def pickled(work: Callable[[], Any]) -> bytes:
+    """Return what `work` returns, or its error, pickled."""
+    try:
+        return pickle.dumps(work())
+    except StepFailed as error:
+        return pickle.dumps(error.args)
+    except Exception as error:
+        return pickle.dumps((type(error).__name__, next(iter(str(error).splitlines()), "")[:200]))
+
+
+def trace(request: Request) -> dict[str, Timeline]:
+    """Return the timelines of all shapes. Skips equal layers; if that fails, every layer is run."""
+    from hwopt.memory.trace.traced_step import fake_step_functions
+
+    with fake_step_functions(request.plan, request.head, whole=request.layers == "all") as steps:
+        if request.layers == "few" and not steps.layers.installed:
+            raise StepFailed("NotRepeated", "no layers are equal")
+        try:
+            return trace_shapes(steps, request)
+        except StepFailed as error:
+            if not steps.layers.installed or request.layers == "few" or error.args[0] == "SequentialScan":
+                raise
+            steps.layers.remove()
+            return trace_shapes(steps, request)
+
+
+def trace_shapes(steps: StepFunctions, request: Request) -> dict[str, Timeline]:
+    """Return the timelines of all shapes, each traced in a child."""
+    found = trace_in_children(steps, request.shapes)
+    if request.otherwise is not None and not same_programs(found, request.shapes):
+        found |= trace_in_children(steps, (request.otherwise,))
+    return found
+
+
+def trace_in_children(steps: StepFunctions, shapes: Shapes) -> dict[str, Timeline]:
+    found: dict[str, Timeline] = {}
+    forks = [Fork(partial(pickled, partial(steps.timelines, name, shape))) for name, shape in shapes]
+    for reply in [fork.result() for fork in forks]:
+        if reply.exit_code:
+            raise StepFailed("RuntimeError", f"the tracing process died with exit code {reply.exit_code}")
+        answered = pickle.loads(reply.answer)
+        if isinstance(answered, tuple):
+            raise StepFailed(*answered)
+        found |= answered
+    return found
+
+
+def same_programs(found: dict[str, Timeline], shapes: Shapes) -> bool:
+    """Whether all shapes ran the same operations."""
+    (first, _), *others = shapes
+    return all(found[f"{what}.{first}"].same_program(found[f"{what}.{name}"]) for what in ("train", "eval") for name, _ in others)

@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hwopt.memory.trace.column_sums import ColumnSum, workspace_bytes
-from hwopt.memory.trace.timeline import KINDS, Timeline
+from hwopt.memory.trace.timeline import KINDS, ColumnSum, Timeline, workspace_bytes
 from hwopt.model.forward_cost import flops_of
 
 ADD = torch.ops.aten.add.Tensor

@@ -28,8 +28,18 @@ from hwopt.cli.plan import plan as plan_command
 from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB
-from hwopt.memory.forecast import closed_form
-from hwopt.memory.forecast.communication import DATA_PARALLEL, HYBRID, SCHEMES, Ranks, Scheme, schemes_for, split_by_node, volume
+from hwopt.memory.forecast.communication import (
+    DATA_PARALLEL,
+    HYBRID,
+    SCHEMES,
+    Ranks,
+    Scheme,
+    schemes_for,
+    sharded,
+    split_by_node,
+    states,
+    volume,
+)
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.forecast.sharding import compare_schemes, played_per_rank
 from hwopt.memory.trace.timeline import KINDS, Timeline
@@ -52,7 +62,7 @@ ranks = st.builds(lambda per_node, nodes: Ranks(per_node * nodes, nodes), st.int
 
 
 def states_bytes(scheme: Scheme, spec: MemorySpec, over: Ranks) -> float:
-    return sum(closed_form.sharded(closed_form.states(spec), scheme.stage, scheme.spread_over(over)).values())
+    return sum(sharded(states(spec), scheme.stage, scheme.spread_over(over)).values())
 
 
 def test_states_match_figure_1_of_the_zero_paper() -> None:

@@ -14,9 +14,8 @@ from torch.nn import functional
 
 from hwopt.hardware.device import Hardware, described
 from hwopt.memory.trace import cuda_emulation as card
-from hwopt.memory.trace.column_sums import ColumnSum, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.trace.dry_run import Head, Shape, dry_run_of, fake_recipe
-from hwopt.memory.trace.timeline import Scaled, Timeline
+from hwopt.memory.trace.timeline import ColumnSum, Scaled, Timeline, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
