@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache as cache_result
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +64,10 @@ def resolve(
         raise InputError(machine.problem)
     job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
     automatic = auto_profile.choose(machine, inputs) if profile == "auto" else None
-    chosen = (
-        inputs.profile(profile, assignments, job_file)
-        if automatic is None
-        else inputs.overridden(automatic.profile, assignments, job_file)
-    )
+    if automatic is None:
+        chosen = inputs.profile(profile, assignments, job_file)
+    else:
+        chosen = inputs.overridden(automatic.profile, assignments, job_file)
     if hardware == "profile":
         machine = replace(hardware_of_card(chosen), problem=machine.problem)
     if memory_limit is not None:
@@ -89,18 +89,8 @@ def resolve(
                 raise
 
         def resolved(choices: Mapping[str, int]) -> Plan:
-            return resolve_plan(
-                chosen,
-                machine,
-                job_file,
-                inputs.registry,
-                facts,
-                software,
-                world_size=world_size,
-                strict=strict,
-                choices=choices,
-                tokens_per_sample=tokens_per_sample,
-            )
+            given = partial(resolve_plan, chosen, machine, job_file, inputs.registry, facts, software)
+            return given(world_size=world_size, strict=strict, choices=choices, tokens_per_sample=tokens_per_sample)
 
         plan = resolved({})
         return planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {})) if plan.chose else plan
@@ -131,8 +121,8 @@ def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
 
 def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Hardware) -> Iterator[str]:
     """What the user should know about the machine, the model and the job that was found."""
-    if machine.different_cards:
-        yield machine.different_cards_note
+    if note := machine.different_cards_note:
+        yield note
     if machine.amd:
         yield f"{machine.name}: hwopt was not run on AMD GPUs. Its forecasts are those of NVIDIA's kernels; check the first run"
     if machine.device_type == "cpu" and machine.source == "detected" and has_apple_gpu():

@@ -63,9 +63,8 @@ def survey() -> Survey:
     registry, hardware, software = Registry(), detect(), detect_software()
     job = Job(model=Model(name=BERT_BASE.name), data=Data(train="train.csv"))
     context = Context(hardware, software, BERT_BASE, job)
-    return Survey(
-        report_system(), hardware, software | reported_packages(), tuple(ask(registry, name, context) for name in registry.names)
-    )
+    answers = tuple(ask(registry, name, context) for name in registry.names)
+    return Survey(report_system(), hardware, software | reported_packages(), answers)
 
 
 def ask(registry: Registry, name: str, context: Context) -> Answer:
@@ -76,9 +75,8 @@ def ask(registry: Registry, name: str, context: Context) -> Answer:
             try:
                 plugin = plugin_class(plugin_class.Options())
             except ValidationError:
-                return Answer(
-                    name, distribution, "ask", "has no default options; put a table into a profile and see `hwopt plan`"
-                )
+                how = "has no default options; put a table into a profile and see `hwopt plan`"
+                return Answer(name, distribution, "ask", how)
             decision = plugin.probe(context)
             check_decision(decision, plugin_class.Options)
     except PluginError as error:

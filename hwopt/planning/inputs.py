@@ -145,6 +145,5 @@ def refuse_missing_data(job: JobFile | None) -> None:
         folder = Path(job.document.name).parent
         if folder.resolve() == Path.cwd():
             raise
-        raise MissingFileError(
-            f"{error}. Searched: the folder of the job's file {str(folder)!r}, the working directory"
-        ) from error
+        searched = f"the folder of the job's file {str(folder)!r}, the working directory"
+        raise MissingFileError(f"{error}. Searched: {searched}") from error

@@ -36,17 +36,14 @@ def write(entries: tuple[PluginDecision, ...], context: Context) -> Written:
         recipe = write_recipe(supported, context)
     marked, parts = split_replaced(supported, recipe)
     if why := yielding(parts, context.chosen):
-        return write(
-            tuple(replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in supported),
-            context,
-        )
+        left = (replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in supported)
+        return write(tuple(left), context)
     return Written(marked, recipe, parts)
 
 
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
     """A new recipe, written by the plugins that are not skipped, in their order."""
-    replaced = replacements(entries)
-    recipe = Recipe(replaced)
+    recipe = Recipe(replacements(entries))
     for entry in applied(entries):
         with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry.who, "apply()"):
             entry.plugin.apply(recipe, context)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -37,16 +38,12 @@ Work = Callable[[Callable[[], None]], None]
 """Work whose memory is measured. It calls its argument where a part of the work ends and the next one begins."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes of the allocator."""
+class Measured(NamedTuple):
+    """Bytes of the allocator: the peaks of a training step and of an evaluation that follow others, and the most reserved."""
 
     train: int
-    """Peak of a training step that follows others."""
     eval: int
-    """Peak of an evaluation that follows training."""
     reserved: int
-    """Most reserved from the start of the run. On a CPU, the larger peak."""
 
 
 def measure(plan: Plan, shape: Shape, head: Head, eval_rows: int | None = None) -> Measured:

@@ -19,7 +19,8 @@ from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_
 from hwopt.memory.forecast.roofline import predict_time
 from hwopt.memory.trace.dry_run import Head, Shape, largest_size
 from hwopt.memory.trace.timeline import KINDS
-from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
+from hwopt.memory.trace.tracer import Trace, trace_plan
+from hwopt.memory.trace.tracing_process import NotTraceable
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
@@ -74,10 +75,8 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     It has no largest sizes (see `with_largest_sizes`). Raises InputError if there are more ranks than samples.
     """
     lengths = lengths or lengths_of(plan, cache)
-    if lengths.train is not None and plan.world_size > len(lengths.train):
-        raise InputError(
-            f"{plan.world_size:,} ranks for {len(lengths.train):,} training samples. Use {len(lengths.train):,} ranks or fewer"
-        )
+    if lengths.train is not None and plan.world_size > (samples := len(lengths.train)):
+        raise InputError(f"{plan.world_size:,} ranks for {samples:,} training samples. Use {samples:,} ranks or fewer")
     shape = Shape(*largest_micro_batch(plan, lengths.longest))
     try:
         return traced_memory(plan, shape, lengths, device_trace(plan, shape.width, lengths.head, cache))
@@ -100,9 +99,9 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     rows, width = memory.rows, memory.width
     eval_batch = partial(lengths.eval_batch, plan)
     run = partial(run_at, plan, lengths, trace)
-    most = plan.model.max_positions or MOST_LENGTH
     longest = None
     if not trace.fixed_width and plan.context.task.inputs != "images":
+        most = plan.model.max_positions or MOST_LENGTH
         longest = largest_played(lambda width: run(rows, eval_batch(width), width), budget, most)
     return replace(
         memory,
@@ -261,9 +260,8 @@ def first_fitting_choice(
             chosen[entry.name] = entry.choices - 1
             return with_choices(chosen), f"{entry.reason}; this model's memory cannot be forecast"
         if memory.lower_bound:
-            raise NoForecastError(
-                f"{entry.place}: hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
-            )
+            what = f"hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
+            raise NoForecastError(f"{entry.place}: {what}")
         budget = memory.free_gib - memory.reserve_gib
         yields = not memory.fits and memory.fits_without_pool and pool_that_yields(plan)
         needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)

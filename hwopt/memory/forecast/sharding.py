@@ -19,9 +19,9 @@ from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_f
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.trace.dry_run import largest_size
 from hwopt.memory.trace.timeline import KINDS, Timeline
-from hwopt.memory.trace.tracer import NotTraceable, Trace, trace_plan
+from hwopt.memory.trace.tracer import trace_plan
+from hwopt.memory.trace.tracing_process import NotTraceable
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan
 from hwopt.plugin import MemorySpec
@@ -83,20 +83,17 @@ class Comparison:
         }
 
 
-def without_engine(plan: Plan) -> Plan:
-    """Return `plan` without the plugin that brings a sharding engine, if there is one."""
-    entries = tuple(entry for entry in plan.entries if entry.author != plan.recipe.author_of("engine"))
-    if len(entries) == len(plan.entries):
-        return plan
-    return replace(plan, entries=entries, recipe=write_recipe(entries, plan.context))
-
-
 def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
     """Return every scheme for a plan with `plan.memory`. The plan's own sharding plugin is removed first."""
     memory = plan.memory
     assert memory is not None, "the plan was made with memory"
-    plan = without_engine(plan)
-    trace = trace_of(plan, memory, cache)
+    entries = tuple(entry for entry in plan.entries if entry.author != plan.recipe.author_of("engine"))
+    if len(entries) < len(plan.entries):
+        plan = replace(plan, entries=entries, recipe=write_recipe(entries, plan.context))
+    trace = None
+    if not memory.lower_bound:
+        with suppress(NotTraceable):
+            trace = trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
     steps = None
     if trace is not None:
         eval_rows = lengths_of(plan, cache).eval_batch(plan, memory.width)
@@ -130,14 +127,6 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
             )
         )
     return Comparison(ranks, micro_batches, "closed form" if trace is None else "traced", tuple(rows))
-
-
-def trace_of(plan: Plan, memory: MemoryPlan, cache: Path) -> Trace | None:
-    """Return the trace that the planner made, or None."""
-    if not memory.lower_bound:
-        with suppress(NotTraceable):
-            return trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
-    return None
 
 
 def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:

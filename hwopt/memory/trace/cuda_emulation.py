@@ -202,9 +202,8 @@ def attention(
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         out = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
         return _unpadded(out[0], value.shape[-1])
-    out = aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    math = aten._scaled_dot_product_attention_math
+    out = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return _unpadded(out[0], value.shape[-1])
 
 

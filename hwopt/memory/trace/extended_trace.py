@@ -10,7 +10,7 @@ be freed twice or never, or if two layers of one context ran different blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -24,13 +24,13 @@ from hwopt.memory.trace.layer_blocks import (
     OWN,
     Marks,
     NotRepeated,
-    Repetition,
     Step,
     Template,
     TraceBlock,
     block_between,
     releases_common,
 )
+from hwopt.memory.trace.layer_kinds import Context
 from hwopt.memory.trace.timeline import Timeline
 
 Key = tuple[str, int, int] | int
@@ -40,9 +40,12 @@ Key = tuple[str, int, int] | int
 class Extension:
     """Builds the timeline of all layers from the timeline of those that were run."""
 
-    def __init__(self, layers: Repetition, marks: Marks, timeline: Timeline) -> None:
-        self.layers, self.short, self.marks = layers, timeline, marks
-        self.place = {number: place for place, number in enumerate(layers.run)}  # layer -> its place among those run
+    def __init__(
+        self, run: Sequence[int], model_of: Mapping[int, int], contexts: Sequence[Context], marks: Marks, timeline: Timeline
+    ) -> None:
+        """`run`: the layers that were run. `model_of`: layer -> the one whose block it repeats; a run one repeats itself."""
+        self.run, self.model_of, self.contexts, self.short, self.marks = run, model_of, contexts, timeline, marks
+        self.place = {number: place for place, number in enumerate(run)}  # layer -> its place among those run
         self.segments = self.find_segments()
         blocks = {(which, layer): block for which, layer, block in self.segments if which != OUTSIDE}
         self.made: dict[tuple[str, int], list[int]] = {}
@@ -63,7 +66,7 @@ class Extension:
         self.final_gradients = {storage for storages in self.marks.gradients.values() for storage in storages}
         self.repeats: dict[int, list[int]] = {}
         """Layer that was run -> the skipped layers that repeat it."""
-        for number, source in layers.model_of.items():
+        for number, source in model_of.items():
             if number != source:
                 self.repeats.setdefault(source, []).append(number)
         self.numbers: dict[Key, int] = {}
@@ -76,7 +79,7 @@ class Extension:
 
         The gradients of skipped layers are left out. Raises NotRepeated unless the layers ran in order, each once.
         """
-        starts, run = self.marks.starts, self.layers.run
+        starts, run = self.marks.starts, self.run
         order = [(which, number) for which, number, _ in starts if which != OUTSIDE]
         backward = [number for which, number in order if which == BACKWARD]
         if order != [(FORWARD, number) for number in run] + [(BACKWARD, number) for number in backward]:
@@ -118,10 +121,10 @@ class Extension:
     def check_equal_contexts(self) -> None:
         """Raise NotRepeated if two layers of one context ran different blocks, or a block to repeat cannot be moved."""
         first: dict[Any, tuple[int, list[Any]]] = {}
-        repeated = {source for number, source in self.layers.model_of.items() if number != source}
-        for number in self.layers.run:
+        repeated = {source for number, source in self.model_of.items() if number != source}
+        for number in self.run:
             found = [self.templates.get((which, number)) for which in (FORWARD, BACKWARD)]
-            source, expected = first.setdefault(self.layers.contexts[number], (number, found))
+            source, expected = first.setdefault(self.contexts[number], (number, found))
             if [template and template.content for template in found] != [template and template.content for template in expected]:
                 raise NotRepeated(f"layers {source} and {number} run other operations")
             for template in found if number in repeated else ():
@@ -139,7 +142,7 @@ class Extension:
     def gradients_of_skipped(self) -> dict[Key, int]:
         """Return the key of each gradient of a skipped layer -> the storage that was allocated for it after the backward pass."""
         found: dict[Key, int] = {}
-        for number, source in self.layers.model_of.items():
+        for number, source in self.model_of.items():
             for ours, theirs in zip(self.marks.gradients.get(number, []), self.marks.gradients.get(source, []), strict=True):
                 if number == source or ours is None or theirs is None or ours in self.marks.owned[number]:
                     continue
@@ -194,7 +197,7 @@ class Extension:
     def events_of(self, part: Template, layer: int | None) -> Iterator[Step]:
         """Yield the events of a part. A layer releases a common tensor only if it is the last one that uses it."""
         for step in part.events:
-            repeated = layer is not None and self.layers.model_of[layer] in self.repeats
+            repeated = layer is not None and self.model_of[layer] in self.repeats
             if not repeated or not releases_common(step) or self.last_user(part, step[3]) == layer:
                 yield step
 
@@ -203,17 +206,17 @@ class Extension:
         which = next(key for key, template in self.templates.items() if template is part)[0]
         users = [
             number
-            for number, source in self.layers.model_of.items()
+            for number, source in self.model_of.items()
             if (template := self.templates.get((which, source))) is not None and template.uses(storage)
         ]
         last = (min if which == BACKWARD else max)(users, default=-1)
-        if last < 0 or self.templates[which, self.layers.model_of[last]] is not part:
+        if last < 0 or self.templates[which, self.model_of[last]] is not part:
             raise NotRepeated("a tensor that all layers use is released before the last layer")
         return last
 
     def parts(self) -> Iterator[tuple[Template, int | None]]:
         """Yield each part of the step in order, with its layer; None for a part outside of the layers."""
-        layers = sorted(self.layers.model_of)
+        layers = sorted(self.model_of)
         passed = OUTSIDE
         for which, _, block in self.segments:
             if which == OUTSIDE:
@@ -221,7 +224,7 @@ class Extension:
             elif which != passed:
                 passed = which
                 for number in layers if which == FORWARD else reversed(layers):
-                    template = self.templates.get((which, self.layers.model_of[number]))
+                    template = self.templates.get((which, self.model_of[number]))
                     if template is not None:
                         yield template, number
 
@@ -234,7 +237,7 @@ class Extension:
         which, owner, place = self.identity.get(storage, (OWN, 0, 0))
         if which == OWN or storage in self.final_gradients:
             return [self.number(None, "", 0, storage)]
-        run, last = self.layers.run, len(self.layers.model_of) - 1
+        run, last = self.run, len(self.model_of) - 1
         at_ends = [number for number, beside in ((1, run[1]), (last - 1, run[-2])) if beside == owner]
         alike = [number for number in at_ends if self.same_blocks(which, owner, number)]
         numbers = (self.number(layer, which, 0, place) for layer in dict.fromkeys([owner, *self.repeats.get(owner, ()), *alike]))
@@ -242,7 +245,7 @@ class Extension:
 
     def same_blocks(self, which: str, one: int, other: int) -> bool:
         """Whether two layers allocate storages of the same sizes in a pass."""
-        first, second = (self.templates.get((which, self.layers.model_of[number])) for number in (one, other))
+        first, second = (self.templates.get((which, self.model_of[number])) for number in (one, other))
         return first is not None and second is not None and first.sizes == second.sizes
 
     def number(self, layer: int | None, which: str, offset: int, place: int) -> int:
@@ -269,7 +272,7 @@ class Extension:
         if which == OWN:
             storages: list[int | None] = self.marks.owned.get(layer, [])
         else:
-            storages = list(self.made.get((which, self.layers.model_of.get(layer, -1)), ()))
+            storages = list(self.made.get((which, self.model_of.get(layer, -1)), ()))
         storage = storages[place] if place < len(storages) else None
         if storage is None:
             raise NotRepeated(f"layer {layer} lacks a tensor of the layer that it repeats")

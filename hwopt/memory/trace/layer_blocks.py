@@ -5,11 +5,8 @@ hwopt.memory.trace.skipped_layers writes it down, hwopt.memory.trace.extended_tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from hwopt.memory.trace.layer_kinds import Context
 
 FORWARD, BACKWARD, OUTSIDE, OWN = "forward", "backward", "outside", "own"
 Position = tuple[int, int, int]
@@ -44,16 +41,6 @@ class Marks:
     """Layer -> the storages of its gradients after the backward pass."""
     filled: TraceBlock | None = None
     """Where the gradients of the skipped layers were allocated, after the backward pass."""
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Which layers were run, and which of them each layer repeats."""
-
-    run: Sequence[int]
-    model_of: Mapping[int, int]
-    """Layer -> the layer whose block it repeats; a layer that is run repeats itself."""
-    contexts: Sequence[Context]
 
 
 Step = tuple[int, str, int, int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hwopt.memory.trace.extended_trace import Extension
-from hwopt.memory.trace.layer_blocks import BACKWARD, FORWARD, OUTSIDE, Marks, NotRepeated, Repetition, block_between
+from hwopt.memory.trace.layer_blocks import BACKWARD, FORWARD, OUTSIDE, Marks, NotRepeated, block_between
 from hwopt.memory.trace.layer_kinds import FEWEST_LAYERS, contexts, layer_kinds, layers_to_run, repeated_layers
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracker import MemoryTracker, TooManyOperations
@@ -37,9 +37,9 @@ class SkippedLayers:
     def __init__(self, model: nn.Module, optimizer: Any, tracker: MemoryTracker) -> None:
         self.optimizer, self.tracker = optimizer, tracker
         self.layers = repeated_layers(model)
-        kinds = layer_kinds(self.layers) if len(self.layers) >= FEWEST_LAYERS else [0] * len(self.layers)
-        self.contexts = contexts(kinds)
         deep = len(self.layers) >= FEWEST_LAYERS
+        kinds = layer_kinds(self.layers) if deep else [0] * len(self.layers)
+        self.contexts = contexts(kinds)
         self.run = layers_to_run(kinds) if deep else list(range(len(self.layers)))
         first = {self.contexts[number]: number for number in reversed(self.run)}
         self.model_of = {number: number if number in self.run else first[context] for number, context in enumerate(self.contexts)}
@@ -75,10 +75,6 @@ class SkippedLayers:
             instance.gradient_checkpointing = True
         self.checkpointed = []
 
-    def begin(self) -> None:
-        """Start a new step: the tracker was reset and the micro-batch exists."""
-        self.marks = Marks()
-
     def storages_of(self, layer: nn.Module) -> list[int | None]:
         """Return the numbers of the storages that belong to `layer`, in a fixed order; None for one that does not exist."""
         parameters = list(layer.parameters())
@@ -89,8 +85,6 @@ class SkippedLayers:
 
     def run_layer(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer that is run."""
-        if number in self.marks.calls:
-            raise NotRepeated("a layer runs twice in a step")
         if not self.marks.starts:  # gradients of earlier micro-batches exist now
             self.marks.owned = {number: self.storages_of(layer) for number, layer in enumerate(self.layers)}
             hidden = first_input(args, kwargs)
@@ -104,8 +98,6 @@ class SkippedLayers:
         if self.returns_tuple and len(output) > 1:
             raise NotRepeated("a layer returns several values")
         hidden = output[0] if self.returns_tuple else output
-        if not isinstance(hidden, Tensor):
-            raise NotRepeated("a layer returns no tensor")
         self.marks.calls[number] = self.describe_call(args, kwargs), describe_tensor(hidden)
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.mark(BACKWARD, number))
@@ -168,14 +160,12 @@ class SkippedLayers:
         for number, source in self.model_of.items():
             if self.marks.calls[number] != self.marks.calls[source]:
                 raise NotRepeated(f"layers {source} and {number} get other arguments")
-        return Extension(Repetition(self.run, self.model_of, self.contexts), self.marks, timeline).timeline()
+        return Extension(self.run, self.model_of, self.contexts, self.marks, timeline).timeline()
 
 
 def first_input(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor):
-        raise NotRepeated("the first argument of a layer is not a tensor")
-    return hidden
+    found: Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
 
 
 def describe_tensor(tensor: Tensor) -> Any:

@@ -31,7 +31,7 @@ from hwopt.memory.trace.dry_run import (
     make_state,
     train_step,
 )
-from hwopt.memory.trace.layer_blocks import NotRepeated
+from hwopt.memory.trace.layer_blocks import Marks
 from hwopt.memory.trace.skipped_layers import SkippedLayers
 from hwopt.memory.trace.timeline import Timeline, threads_per_multiprocessor
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
@@ -89,8 +89,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
                 batch = dummy_micro_batch(run, shape, head, training=step is not evaluation_step)
                 batch = replace(batch, buffers={key: tracker.from_tensor(value) for key, value in batch.buffers.items()})
                 tracker.add(batch.buffers.values())
-                if layers.installed:
-                    layers.begin()
+                layers.marks = Marks()
                 step(run, batch)
                 timeline = tracker.timeline()
             return layers.extended(timeline) if layers.installed else timeline
@@ -142,6 +141,3 @@ def label_phases(run: Any, tracker: MemoryTracker, layers: SkippedLayers) -> Non
             finish()
 
     run.engine.backward, run.engine.update = labelled_backward, labelled_finish
-
-
-__all__ = ["NotRepeated", "StepFunctions", "fake_step_functions"]

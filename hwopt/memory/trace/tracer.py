@@ -64,7 +64,8 @@ def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]])
         with contextlib.suppress(OSError):  # the cache is optional
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_suffix(f".{os.getpid()}.npz")
-            save(staged, found)
+            arrays: dict[str, Any] = {f"{name}/{key}": each for name, steps in found.items() for key, each in vars(steps).items()}
+            np.savez_compressed(staged, **arrays)
             staged.replace(path)
     return found
 
@@ -121,14 +122,6 @@ def fit_trace(plan: Plan, found: dict[str, Timeline], width: int) -> Trace:
     raise NotTraceable("the operations of a step change with the number of rows")
 
 
-def save(path: Path, found: dict[str, Timeline]) -> None:
-    arrays: dict[str, Any] = {
-        f"{name}/{key}": np.asarray(value) for name, timeline in found.items() for key, value in vars(timeline).items()
-    }
-    with open(path, "wb") as file:
-        np.savez_compressed(file, **arrays)
-
-
 def load(path: Path) -> dict[str, Timeline]:
     with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
         fields: dict[str, dict[str, Any]] = {}
@@ -139,6 +132,3 @@ def load(path: Path) -> dict[str, Timeline]:
         name: Timeline(**{key: value if value.ndim else value.item() for key, value in values.items()})
         for name, values in fields.items()
     }
-
-
-__all__ = ["NotTraceable", "Trace", "cached_timelines", "only_sizes", "trace_key", "trace_plan"]
