@@ -13,7 +13,7 @@ from hwopt import api
 from hwopt.config.profile import Profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
-from hwopt.memory.trace.tracer import NotTraceable
+from hwopt.memory.trace.tracing_process import NotTraceable
 from hwopt.planning.auto_profile import AutoProfile, choose
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -147,31 +148,14 @@ def test_cache_without_permission_is_refused(locked: Path) -> None:
         Inputs().job_or_demo(None, [], locked)
 
 
-def special(kind: str, path: Path) -> None:
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to({"loop": path.name, "device": "/dev/null"}[kind])
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo") or not Path("/dev/null").exists(), reason="needs pipes and /dev")
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("folder", "is a folder"),
-        ("pipe", "is not a regular file"),
-        ("loop", "cannot access"),
-        ("device", "is not a regular file"),
-    ],
-)
-def test_special_job_file_is_refused(kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "message"), [(os.mkdir, "is a folder"), (os.mkfifo, "is not a regular file")])
+def test_special_job_file_is_refused(
+    make: Callable[[str], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    special(kind, Path("job.toml"))
-    with pytest.raises(InputError, match=message) as caught:
+    make("job.toml")
+    with pytest.raises(InputError, match=rf"job\.toml.*{message}"):
         Inputs().job_or_demo(None, [], tmp_path / "cache")
-    assert "job.toml" in str(caught.value)
 
 
 JOB = '[model]\nname = "."\n[data]\n'

@@ -66,16 +66,16 @@ def test_kept_rows_per_step_are_shown_with_their_place(tmp_path: Path) -> None:
     assert batch.provenance["train"] == "--set"
 
 
-def test_gradient_accumulation_wins_over_the_effective_batch_of_a_parent(tmp_path: Path) -> None:
-    plan = plan_of(
-        profile_of(tmp_path, "[plugins.batch]\ntrain = 4\neffective = 64\n", "plugins.batch.gradient_accumulation_steps=2")
-    )
-    assert plan.batch.step == 8
-
-
-def test_train_auto_keeps_the_rows_of_the_profile(tmp_path: Path) -> None:
-    plan = plan_of(profile_of(tmp_path, BASE, "plugins.batch.train=auto"))
-    assert plan.batch.step == 128
+@pytest.mark.parametrize(
+    ("profile", "change", "rows"),
+    [
+        ("[plugins.batch]\ntrain = 4\neffective = 64\n", "plugins.batch.gradient_accumulation_steps=2", 8),
+        (BASE, "plugins.batch.train=auto", 128),
+    ],
+    ids=["accumulation wins over a parent's effective batch", "auto keeps the rows of the profile"],
+)
+def test_rows_of_a_step_after_a_change(profile: str, change: str, rows: int, tmp_path: Path) -> None:
+    assert plan_of(profile_of(tmp_path, profile, change)).batch.step == rows
 
 
 def test_wrong_value_of_a_parent_does_not_block_an_override(tmp_path: Path) -> None:

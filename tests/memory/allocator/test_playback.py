@@ -79,6 +79,8 @@ def test_training_reuses_what_the_evaluation_reserved() -> None:
     train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 60], [2, -2], before=1)
     run = played_run(train, evaluation)
     assert (run.train.bytes, run.eval.bytes, run.reserved) == (140 * MIB, 160 * MIB, 160 * MIB)
+    smaller = timeline([100, 30], [2, -2], before=1)
+    assert played_run(train, smaller).reserved == 170 * MIB, "its segments are too small"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -92,11 +94,6 @@ def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(la
     assert run.reserved == (720 - 20 if late else 420) * MIB
     assert played_run(train, evaluation, earlier=[train]) == run
     assert (run.train.bytes, run.eval.bytes) == (160 * MIB, 420 * MIB)
-
-
-def test_training_reserves_more_if_the_evaluation_left_only_smaller_segments() -> None:
-    train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 30], [2, -2], before=1)
-    assert played_run(train, evaluation).reserved == 170 * MIB
 
 
 def test_largest_step_cannot_use_the_segments_of_a_smaller_one_before_it() -> None:
