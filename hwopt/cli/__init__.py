@@ -40,6 +40,8 @@ COMMANDS = {
     "plugins": "List the plugins, or show one with its options.",
     "doctor": "Check the machine, with the command that fixes each problem.",
 }
+FORMER = {"detect": "doctor --report", "preview": "plan --sample 1", "schema": "check --schema", "watch": "report --watch"}
+"""Former command -> what to type instead."""
 ENDINGS = {
     1: "error: this is a bug in hwopt or in a package that it uses; please report the lines above.",
     130: "interrupted",
@@ -83,7 +85,9 @@ class Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"No such command {args[0][:60]!r}.{nearest(args[0], COMMANDS)}", context)
+            instead = FORMER.get(args[0])
+            hint = f" Type: hwopt {instead}" if instead else nearest(args[0], COMMANDS)
+            raise click.UsageError(f"No such command {args[0][:60]!r}.{hint}", context)
         return super().resolve_command(context, args)
 
 

@@ -13,6 +13,7 @@ import pytest
 import tomlkit
 from command_line import hwopt
 
+from hwopt.cli import FORMER
 from hwopt.testing import TINY_BERT, write_samples
 
 
@@ -139,6 +140,13 @@ def test_unwritable_cache_ends_run_with_6_and_plan_with_0(tmp_path: Path) -> Non
     done = hwopt("run", "--profile", "cpu", cwd=tmp_path, HWOPT_CACHE=str(tmp_path / "file"))
     assert done.returncode == 6, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_former_command_names_its_successor(former: str, tmp_path: Path) -> None:
+    found = hwopt(former, "x", cwd=tmp_path)
+    assert found.returncode == 2
+    assert f"No such command '{former}'. Type: hwopt {FORMER[former]}" in found.stderr
 
 
 def test_no_arguments_print_the_whole_help(tmp_path: Path) -> None:

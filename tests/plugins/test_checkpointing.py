@@ -11,11 +11,14 @@ from plugin_cases import Cases, Mutation, Part, Refused
 from torch.profiler import profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
+from hwopt import api
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
+from hwopt.memory.forecast import planner
 from hwopt.memory.trace.dry_run import Head
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
+from hwopt.planning.memory_plan import CLOSED_FORM
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.adapter import Adapter, add_adapter
@@ -104,6 +107,22 @@ def test_evidence_is_unknown_in_compiled_code():
 def test_decision_depends_on_hardware_model_and_options(options, where, kind, why):
     decision = decided(**where, **options)
     assert (decision.kind, why in decision.reason) == (kind, True)
+
+
+def test_auto_is_the_fastest_that_fits_and_the_least_memory_without_a_forecast(tmp_path, monkeypatch):
+    def chosen(rows):
+        batch = (f"plugins.batch.train={rows}", "plugins.batch.eval=8", "plugins.batch.gradient_accumulation_steps=1")
+        model = "model.config={model_type='bert', num_hidden_layers=4, vocab_size=1000}"
+        given = ("data.train=absent.csv", "data.max_length=512", model, *batch)
+        plan = api.resolve("t4_16gb", assignments=given, hardware="profile", strict=rows < 128, cache=tmp_path)
+        entry = next(entry for entry in plan.entries if entry.name == "checkpointing")
+        return entry.decision, entry.options.layers
+
+    assert chosen(64) == ("skip", "auto"), "strict mode takes it too"
+    assert [chosen(rows) for rows in (200, 256, 800)] == [("apply", "selective"), ("apply", "all"), ("apply", "all")]
+    plan_memory = planner.plan_memory
+    monkeypatch.setattr(planner, "plan_memory", lambda *given: replace(plan_memory(*given), tier=CLOSED_FORM))
+    assert chosen(64) == ("apply", "all")
 
 
 def test_model_without_checkpointable_layers_is_refused():
