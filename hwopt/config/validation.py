@@ -17,6 +17,7 @@ from hwopt.errors import Problems
 from hwopt.text import cut, listing, nearest, truncate
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
+FEW_KEYS = 8  # of a table that a message lists beside the key of another table
 
 
 def validate(model: type[AnyModel], document: Document, at: Key = (), problems: Problems | None = None) -> AnyModel | None:
@@ -67,7 +68,8 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])
         if (home := _home_of(model, loc[-1]) or instead_of(loc[-1])) and home != dotted:
-            return f"{where}: {dotted}: unknown key; give {home} instead"
+            own = f". {loc[0]} has: {listing(known, 30)}" if len(loc) > 1 and 0 < len(known) <= FEW_KEYS else ""
+            return f"{where}: {dotted}: unknown key; give {home} instead{own}"
         return f"{where}: {dotted}: unknown key.{nearest(loc[-1], known)} It has: {listing(known, 30) or 'no options'}"
     if kind == "missing":
         return f"{where}: {dotted}: is missing"
