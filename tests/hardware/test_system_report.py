@@ -14,7 +14,8 @@ from hwopt.hardware import detect
 from hwopt.hardware.detect import report_system, reported_packages
 from hwopt.hardware.torch_build import Driver, NvidiaCard
 from hwopt.planning.capabilities import survey
-from hwopt.report.terminal import Terminal, show_survey
+from hwopt.report.doctor import show_survey
+from hwopt.report.terminal import Terminal
 
 CARDS = (NvidiaCard("Tesla T4", (7, 5), 14.56, 14.0), NvidiaCard("NVIDIA GeForce RTX 3090", (8, 6), 23.7, 20.5))
 
