@@ -119,11 +119,11 @@ def trains_preferences(view: View) -> bool:
 
 
 def has_usual_rate(view: View) -> bool:
-    """Whether AdamW's usual rates hold: not from scratch, for language models below 1 B, or if the adapter is unknown."""
+    """Whether AdamW's usual rates hold: not from scratch, or if the adapter is unknown; below 1 B only for preferences."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
     from_scratch = keys.get("stage") == "pt" or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
-    small = SMALL.search(str(view.value("model_name_or_path")))
+    small = SMALL.search(str(view.value("model_name_or_path"))) and not trains_preferences(view)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
@@ -136,12 +136,18 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     rate, rows = view.number("learning_rate"), view.effective_rows
     # quantized weights are trained with an adapter only: `quantized-training`
     adapter = any(map(view.is_on, ("use_peft", "load_in_4bit", "load_in_8bit"))) or "lora_alpha" in view or "lora_r" in view
-    if trains_preferences(view) or ranks_unknown(view) or not has_usual_rate(view):
+    if ranks_unknown(view) or not has_usual_rate(view):
         return
     if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
-    if not usual / FAR <= rate <= usual * FAR:
+    if rate > usual * FAR and trains_preferences(view):
+        what = (
+            f"{view.spelled('learning_rate')} is {rate:g}; preferences are trained with less than the {usual:.1g} of other data."
+        )
+        why = "Training can diverge. TRL's default for DPO is 1e-6, and recipes take 5e-7 to 5e-5."
+        yield Finding("learning_rate", what, why, view.line("learning_rate", 5e-6 if adapter else 1e-6))
+    elif not usual / FAR <= rate <= usual * FAR and not trains_preferences(view):
         method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
         what = f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}."
