@@ -45,7 +45,8 @@ NOT_FORECAST = {
     "update_seconds": "a plan predicts the time of a step, not of single operations",
 }
 NOTE_SETS = dict.fromkeys(
-    ("t4_16gb", "rtx3090_24gb", "rtx3090_24gb_experimental", "rtx3090_24gb_max_perf"), ("plugins.checkpointing.layers=all",)
+    ("t4_16gb", "rtx3090_24gb", "rtx3090_24gb_experimental", "rtx3090_24gb_max_perf", "rtx3090_24gb_initial"),
+    ("plugins.checkpointing.layers=all",),
 )
 """Profile -> what its note sets and the profile leaves to the forecast."""
 Planned = tuple[Plan, MemoryPlan]
