@@ -161,6 +161,7 @@ class CausalLM(Task):
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """How the answers of conversations are found and end, and which tokens are new."""
         note = [parts["train"].note] if parts["train"].note else []
+        prepared.warnings.extend(other_kinds(parts))
         if not is_chat(parts["train"]):
             if split := split_markers(parts["train"].columns[0], trained.tokenizer):
                 prepared.warnings.append(
@@ -247,6 +248,18 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
     return found.encoding(unwritten=unwritten)
+
+
+def other_kinds(parts: Mapping[str, Samples]) -> list[str]:
+    """A line for each part whose samples are of another kind than those of training."""
+    kinds = {part: (len(samples.columns), is_chat(samples)) for part, samples in parts.items()}
+    words = {(1, True): "conversations", (1, False): "texts", (2, False): "prompts with completions"}
+    return [
+        f"{parts[part].places.source} holds {words[kind]}, and the training data {words[kinds['train']]}: their losses do not "
+        f"compare. Name the columns that both have ({COLUMN_KEYS})"
+        for part, kind in kinds.items()
+        if kind != kinds["train"]
+    ]
 
 
 def unwritten_parts(parts: Mapping[str, Samples], prepared: Prepared) -> list[str]:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from hwopt.tasks.metrics import LossMetrics
 
 
+MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
+"""Texts that pandas reads as missing values."""
+
+
 class Classes(Task):
     """Unknown labels, missing labels, the head's names, and class weights."""
 
@@ -101,7 +105,13 @@ class Classification(Classes):
         if len(names) == 1:
             raise DataError(f"{rows.source}: every {column!r} is {names[0]!r}; classification needs at least two classes")
         many = len(names) * 2 > len(samples.labels) > 8
-        notes = [f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"] if many else []
+        note = f"{len(names):,} labels in {len(samples.labels):,} samples: is {column!r} the right column?"
+        notes = [note] if many else []
+        if missing := sorted(MISSING.intersection(names)):
+            notes.append(
+                f"labels that pandas reads as missing values: {listing([*map(repr, missing)])}. hwopt trains each as a class; "
+                "remove its rows if they have no label"
+            )
         if any(not number.is_integer() for number in numbers_of(names) or ()):
             notes.append(
                 f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"

@@ -293,11 +293,12 @@ def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> 
 
 
 def test_labels_that_look_alike_and_repeated_rows_are_named(tmp_path: Path) -> None:
-    labels = ["Yes", "yes", "no", " n\u200bo", "caf\u00e9", "cafe\u0301"]
+    labels = ["Yes", "yes", "no", " n\u200bo", "NA", "caf\u00e9", "cafe\u0301"]
     rows = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]
     _, _, prepared = prepare(tmp_path, rows, eval=[*rows[:2], {**rows[0], "text": "new"}])
     said = "\n".join(prepared.notes)
     assert "labels that differ by case, blanks or Unicode form only: " in said
     assert "'Yes' and 'yes'" in said
     assert "' n\\u200bo' and 'no'" in said
+    assert "labels that pandas reads as missing values: 'NA'. hwopt trains each" in said
     assert "2 of 3 evaluation samples have a text that is also in the training data, such as 'text 0'" in said

@@ -158,6 +158,10 @@ def load_processor(name: str, revision: str | None = None, key: str = "model.nam
     try:
         return AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
     except Exception as error:  # transformers, the hub client and the network each raise their own
+        if isinstance(error, ImportError) and "Torchvision" in str(error):
+            raise InputError(
+                f"{key}: this version of transformers needs torchvision to load {name!r}: pip install torchvision"
+            ) from error
         raise InputError(
             f"{key}: cannot load an image processor from {name!r} ({type(error).__name__}: {truncate(first_line(error), 160)}). "
             "Give a model with a preprocessor_config.json"

@@ -148,6 +148,14 @@ def test_columns_that_belong_to_the_samples_and_are_not_read_are_named(row: dict
     assert note in str(CausalLM.recognise(to_table([row] * 4)[0], False))
 
 
+def test_evaluation_data_of_another_kind_is_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 4)
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": "all of it"}] * 4)
+    (warning,) = prepared(source, tmp_path, eval=other).warnings
+    assert "b.jsonl holds texts, and the training data conversations: their losses do not compare" in warning
+    assert not prepared(source, tmp_path, eval=source).warnings
+
+
 def write_csv(path: Path, row: dict[str, Any]) -> str:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
