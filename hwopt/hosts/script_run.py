@@ -122,7 +122,7 @@ class ScriptRun(PlannedRun):
         self.engine = ScriptEngine(self)
         self.forward_backward: Any = None  # both passes of a micro-batch, while a Trainer trains
         self.step = self.total_steps = 0
-        self.began = False  # whether a step of this process has begun
+        self.began = False  # whether this process has started a step
         self.step_batch: ScriptStep | None = None  # known at the end of a step only
         self.last_step_batch: ScriptStep | None = None
         self.steps: list[ScriptStep] = []

@@ -30,7 +30,7 @@ class Samples:
     columns: list[list[Any]]  # one list per column, with a text, a list of words, a conversation or an image for each sample
     labels: list[Any]  # one per sample; empty if labels are tokens
     documents: bool = False  # each sample is a whole text file
-    note: str = ""  # what is said of columns that could be read instead
+    note: str = ""  # a line about other columns that hold samples too
 
     @classmethod
     def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:

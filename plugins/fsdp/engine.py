@@ -92,8 +92,16 @@ class FsdpEngine(ShardedEngine):
 
 
 def shard_model(run: RunView) -> Any:
-    """The run's model, sharded in place by Accelerate, which also makes the optimizer update the shards."""
+    """The run's model, sharded in place by Accelerate, which also makes the optimizer update the shards.
+
+    Raises PluginError if Accelerate does not use FSDP on this device.
+    """
     accelerator = run.accelerator
+    if not accelerator.is_fsdp2:
+        raise PluginError(
+            f"plugin 'fsdp': Accelerate uses {accelerator.distributed_type.value} instead of FSDP, which needs CUDA devices and "
+            "several processes. Start them with `hwopt run --processes N`, or remove [plugins.fsdp]"
+        )
     settings = accelerator.state.fsdp_plugin
     settings.transformer_cls_names_to_wrap = layer_classes(run.inner_model)
     settings.mixed_precision_policy = mixed_precision(accelerator.mixed_precision)

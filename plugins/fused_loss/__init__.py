@@ -104,6 +104,11 @@ class FusedHead:
 
         hidden, labels, layer = outputs.logits.flatten(0, 1), targets.flatten(), self.layer()
         linear, weight = linear_in(layer), layer.weight  # of PEFT's wrapper: with the trained rows
+        if hidden.shape[1] != linear.in_features:
+            raise PluginError(
+                f"plugin 'fused_loss': the model returns {hidden.shape[1]} values per token, but its output layer expects "
+                f"{linear.in_features}. The model changes the logits. Remove [plugins.fused_loss]"
+            )
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = autocast or self.dtype or weight.dtype

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hwopt.config.job import TaskOptions, make_job
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
+from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts
@@ -209,6 +210,12 @@ def test_evidence_counts_fused_and_whole_losses(ran, status):
     evidence = verify(plugin, run)
     assert evidence.status == status
     assert status != "active" or "128 tokens in 10 chunks, so logits of 13 tokens at once" in evidence.seen
+
+
+def test_model_that_bypasses_its_output_layer_is_refused():
+    _, run = attached(tiny(TINY_LLAMA), chunks=2)
+    with pytest.raises(PluginError, match="returns 300 values per token, but its output layer expects 32"):
+        run.loss(SimpleNamespace(logits=torch.zeros(1, 4, 300)), torch.zeros(1, 4, dtype=torch.long))
 
 
 def context(hardware=CPU, software=(), kind="causal-lm", **facts):

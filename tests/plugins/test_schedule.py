@@ -1,5 +1,6 @@
 """The ratio reaches the run, the job's own warm-up wins, and evidence compares the live learning rate with its base."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from plugin_cases import Cases, Mutation, Part
 
 from hwopt.hardware.device import described
-from hwopt.plugin import Context
+from hwopt.plugin import Context, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.schedule import Schedule
 
@@ -21,10 +22,31 @@ def context(**training):
     )
 
 
+def run_after(step, total, ratio):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=2e-5)
+    steps = max(1, math.ceil(ratio * total))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, at / steps))
+    for _ in range(step):
+        optimizer.step()
+        scheduler.step()
+    return SimpleNamespace(total_steps=total, optimizer=optimizer, scheduler=scheduler)
+
+
 def test_warmup_of_the_job_overrides_the_plugin():
     decision = Schedule(Schedule.Options()).probe(context(warmup_steps=0))
     assert decision.kind == "apply"
     assert "overridden by training.warmup_steps = 0 of the job" in decision.reason
+
+
+def test_evidence_compares_the_learning_rate_with_the_warmup():
+    plugin = Schedule(Schedule.Options())
+    assert verify(plugin, run_after(1, 100, 0.06)).status == "active"
+    assert "over 6 of 100 steps" in verify(plugin, run_after(40, 100, 0.06)).seen
+    assert verify(plugin, run_after(1, 10, 0.06)).status == "active", "the warm-up is over"
+    flat = run_after(1, 100, 0.06)
+    flat.optimizer.param_groups[0]["lr"] = 2e-5
+    assert verify(plugin, flat).status == "inactive"
 
 
 ASKED = [({"warmup_steps": 0}, "active"), ({"lr_scheduler_type": "constant"}, "unknown"), ({"max_steps": 1}, "unknown")]

@@ -1,17 +1,21 @@
-"""The order of kernels on each card, eager attention, and the refusal of a kernel alone."""
+"""The order of kernels on each card, real kernels seen by the profiler, and the refusal of a kernel alone."""
 
+from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from plugin_cases import LAYERS, Cases, Mutation, Part
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.profiler import profile
+from transformers import BertConfig, BertForSequenceClassification
 
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.sdpa import Sdpa
+from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
 
@@ -23,6 +27,20 @@ def context(capability, **facts):
 def decided(capability, *prefer, **facts):
     options = Sdpa.Options(prefer=prefer) if prefer else Sdpa.Options()
     return Sdpa(options).probe(context(capability, **facts))
+
+
+def observed(dropout, kernels):
+    """A run of a tiny BERT after a real forward and backward pass of one step."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
+        attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    model = BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    with attention_kernels(kernels), profile() as profiler:
+        model.train()(input_ids=torch.randint(0, 100, (2, 8))).logits.sum().backward()
+    operators = Counter({event.key: event.count for event in profiler.key_averages()})
+    return SimpleNamespace(inner_model=model, observation=Observation(operators=operators))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +80,14 @@ def test_kernel_order_is_restored_after_the_block():
     with recipe.process[0]():
         assert [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)] == ["MATH", "FLASH_ATTENTION"]
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_evidence_where_dropout_ruled_the_fused_kernel_out():
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("flash", "math"))), observed(0.1, ("flash", "math")))
+    assert evidence.status == "inactive"
+    assert "math 2" in evidence.seen
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("math", "flash"))), observed(0.1, ("math", "flash")))
+    assert evidence.status == "active"
 
 
 def unfused_attention(query, key, value, attn_mask=None, **options):

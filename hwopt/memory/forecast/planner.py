@@ -265,7 +265,8 @@ def first_fitting_choice(
         budget = memory.free_gib - memory.reserve_gib
         yields = not memory.fits and memory.fits_without_pool and pool_that_yields(plan)
         needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)
-        reason = f"{entry.reason}: {needed:.2f} of {budget:.2f} GiB{rejected}"
+        why = "the run fits without it" if entry.optional and number == 0 else entry.reason
+        reason = f"{why}: {needed:.2f} of {budget:.2f} GiB{rejected}"
         if memory.fits or yields:
             break
         rejected = f"; the option before needs {memory.highest_gib:.2f} GiB"

@@ -35,8 +35,7 @@ from hwopt.memory.trace.tracker import Workspace
 
 aten = torch.ops.aten
 
-GRANULARITY = 512
-"""Bytes to which torch's caching allocator rounds sizes up."""
+GRANULARITY = 512  # bytes to which torch's caching allocator rounds sizes up
 
 AUTOCAST_TO_FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan"),
@@ -45,7 +44,6 @@ AUTOCAST_TO_FP32 = (
     *("binary_cross_entropy_with_logits", "cosine_similarity", "cumprod", "cumsum"),
 )
 """Operations that autocast computes in fp32 on CUDA, but most of them in the input's dtype on a CPU."""
-
 
 REDUCED_IN_FP32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "linalg_vector_norm")
 """Operations to which autocast on CUDA passes `dtype=torch.float32`. Their kernels convert in registers (softmax only fp16)."""
