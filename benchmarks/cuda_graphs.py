@@ -27,7 +27,7 @@ import torch
 from hwopt import api
 from hwopt.errors import HwoptError
 from hwopt.plugin.price import price_of
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.loop import Loop

@@ -30,9 +30,9 @@ from hwopt.runs.journal import Journal
 from hwopt.runs.rank_errors import report_error
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
 from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
-from hwopt.saving.async_writer import PLAN_FILES
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import list_checkpoints
+from hwopt.saving.writer import PLAN_FILES
 from hwopt.system import signals
 from hwopt.system.atomic_folder import MANIFEST
 from hwopt.system.cache import cache_folder

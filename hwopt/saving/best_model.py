@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hwopt.errors import InputError
-from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
 from hwopt.saving.savable_run import SavableRun, named_by_class, restore_parts
+from hwopt.saving.writer import AsyncWriter
 from hwopt.system.atomic_folder import find_corruption
 from hwopt.tensor_tree import HostCopies, map_tensors
 from hwopt.text import listing, nearest

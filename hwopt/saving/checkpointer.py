@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hwopt.errors import InputError, StorageError
 from hwopt.saving import reader
-from hwopt.saving.async_writer import AsyncWriter
 from hwopt.saving.best_model import BestModel
 from hwopt.saving.savable_run import SavableRun, Stateful, named_by_class, restore_parts
 from hwopt.saving.save_timing import SaveTiming
+from hwopt.saving.writer import AsyncWriter
 from hwopt.tensor_tree import HostCopies, map_tensors
 
 

@@ -7,8 +7,8 @@ import time
 import torch
 
 from hwopt.hardware.detect import host_memory
-from hwopt.saving.async_writer import AsyncWriter, require_space
 from hwopt.saving.savable_run import SavableRun
+from hwopt.saving.writer import AsyncWriter, require_space
 from hwopt.system import signals
 from hwopt.system.atomic_folder import GIB
 

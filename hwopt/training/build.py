@@ -24,7 +24,7 @@ from hwopt.model.packing import skip_packed_row_search
 from hwopt.planning.plan import Plan
 from hwopt.plugin.guard import guarded_context, plugin_guard
 from hwopt.plugin.recipe import Steps
-from hwopt.saving.async_writer import skeleton_of
+from hwopt.saving.writer import skeleton_of
 from hwopt.system import garbage
 from hwopt.tasks.base import Task
 from hwopt.tasks.registry import make_task

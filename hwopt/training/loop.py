@@ -15,12 +15,12 @@ from typing import NoReturn
 from hwopt.data.batches.step_batch import StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.saving.async_writer import AsyncWriter, save_final
 from hwopt.saving.best_model import BestModel, best_metric
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.saving.model_card import model_card
 from hwopt.saving.savable_run import Stateful
 from hwopt.saving.save_timing import SAVE, require_space_for_run
+from hwopt.saving.writer import AsyncWriter, save_final
 from hwopt.system import signals
 from hwopt.training import evidence
 from hwopt.training.accumulation import Accumulation, preflight

@@ -89,7 +89,7 @@ def train_steps(run: Run) -> int | None:
 
     The largest evaluation batch is tried for its memory; nothing is evaluated or saved.
     """
-    from hwopt.saving.async_writer import AsyncWriter
+    from hwopt.saving.writer import AsyncWriter
     from hwopt.training.accumulation import preflight
     from hwopt.training.failure import report_oom
     from hwopt.training.loop import Loop, summarize

@@ -14,7 +14,7 @@ from plugin_cases import release_memory
 from pretend_cuda.counters import counting, on_pretend_card
 
 from hwopt.plugin.guard import Guarded
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import TINY_BERT, TINY_LLAMA, Recorder, plan_for, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt.training.build import build
 from hwopt.training.loop import Loop

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop

@@ -26,7 +26,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.planning.plan import Plan
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder
 from hwopt.training.build import build, reset_accelerate
 from hwopt.training.loop import Loop

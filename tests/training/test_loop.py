@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwopt.errors import InputError
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny, write_samples
 from hwopt.training.build import build
 from hwopt.training.evaluation import Evaluation

@@ -20,7 +20,7 @@ from hwopt.errors import NonFiniteError
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
 from hwopt.plugin.registry import Registry
-from hwopt.saving.async_writer import AsyncWriter
+from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.loop import Loop
