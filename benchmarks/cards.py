@@ -1,21 +1,23 @@
 """What `--profile auto` chooses for many cards, and how much of their memory the forecast uses: the table of docs/cards.md.
 
-    python benchmarks/cards.py > table.md
+    python benchmarks/cards.py [--write]
 
 BERT-base with random weights, texts of 192 tokens. Memory and capability as CUDA reports them. Needs no GPU.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import argparse
+import contextlib
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 from hwopt import api
 from hwopt.hardware.device import described
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "cards.md"
 BERT = 'model.config={ model_type = "bert", vocab_size = 30522 }'
 CARDS = [
     ("Tesla T4", (7, 5), 14.56),
@@ -81,12 +83,17 @@ def row(name: str, capability: tuple[int, int] | None, gib: float) -> str:
 
 
 def main() -> None:
-    print("| card | profile | micro-batch x number | forecast of the memory | forecast of a step |\n|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the table of docs/cards.md")
+    write = parser.parse_args().write
+    lines = ["| card | profile | micro-batch x number | forecast of the memory | forecast of a step |", "|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for card in CARDS:
-            print(row(*card), flush=True)
-            print(card[0], file=sys.stderr)
+            lines.append(row(*card))
+            print(lines[-1], flush=True)
+    if write:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(text[: text.index("| card |")] + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hwopt.config.card import known_card
+from hwopt.config.card import known_card, known_cards
 from hwopt.config.profile import Profile, load_profile
 from hwopt.config.profile_files import profile_files
 from hwopt.hardware.device import Hardware, described
@@ -76,3 +76,9 @@ def test_max_perf_sets_every_plugin_option_itself() -> None:
     own = tomllib.loads(Path(profile_files()["rtx3090_24gb_max_perf"]).read_text(encoding="utf-8"))["plugins"]
     assert own == dict(shipped("rtx3090_24gb_max_perf").plugin_tables())
     assert own == dict(shipped("rtx3090_24gb").plugin_tables())
+
+
+def test_a_card_with_a_profile_has_its_facts_there_alone() -> None:
+    """Profiles match by parts of the name: "GeForce RTX 3080" is the name of another card than "GeForce RTX 3080 Ti"."""
+    of_profiles = {name for profile in profile_files() for name in shipped(profile).card.match}
+    assert not of_profiles & {name for card in known_cards() for name in card.match}

@@ -1,11 +1,13 @@
 """The batch sizes that each combination of options writes, and the evidence from a step."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from documentation import ROOT
 from plugin_cases import Cases, Mutation
 from trl.data_utils import pack_dataset
 
@@ -13,6 +15,7 @@ from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import BatchSizes, Context, Recipe, verify
+from hwopt.plugin.batch_sizes import KEYS
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.batch import Batch
 
@@ -125,3 +128,9 @@ CASES = Cases(
         Mutation("steps have half of their rows", half_of_each_step, "expected rows_per_step 8", {"train": 4, "effective": 8}),
     ),
 )
+
+
+def test_every_option_is_a_key_of_the_recipe_and_documented_there():
+    assert not Batch.Options.model_fields.keys() - {*KEYS, "effective_tokens"}  # which becomes `effective`
+    row = re.search(r"^\| `batch` \| dict \| ([^|]*) \|", (ROOT / "docs" / "recipe.md").read_text("utf-8"), re.M)
+    assert set(re.findall(r"\w+", row[1])) - {"or"} == {*KEYS}

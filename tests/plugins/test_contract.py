@@ -6,8 +6,10 @@ A plugin that this machine cannot run is checked for described hardware instead:
 from __future__ import annotations
 
 import json
+import pkgutil
 import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from pretend_cuda.counters import on_pretend_card
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
+import hwopt_plugins
+from hwopt.config.aliases import PLUGIN_GROUP
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Decision, Evidence, MemorySpec, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
@@ -145,3 +149,10 @@ def test_contract_test_finds_a_loss_that_differs_by_more_than_rounding(tmp_path:
     registry.add(SlightlyScaledLoss)
     with pytest.raises(AssertionError, match="declares effect = 'rounding', but the losses differ"):
         check_contract_of("good", tmp_path, registry=registry)
+
+
+def test_every_file_and_folder_of_plugins_is_an_entry_point() -> None:
+    """The other tests ask the registry, and would pass over a plugin that is missing there."""
+    known = {entry_point.value.split(":")[0] for entry_point in metadata.entry_points(group=PLUGIN_GROUP)}
+    there = {f"hwopt_plugins.{module.name}" for module in pkgutil.iter_modules(hwopt_plugins.__path__)}
+    assert not there - known, "add them to the entry points of pyproject.toml, then run `pip install -e .`"
