@@ -103,7 +103,7 @@ def run_step(profile: Path, layers: int, options: argparse.Namespace) -> None:
     import torch
 
     from hwopt.memory.forecast.measured import measure
-    from hwopt.memory.trace.dry_run import Head, Shape
+    from hwopt.memory.shapes import Head, Shape
 
     plan, _ = plan_layers(profile, layers, options, "detected")
     if plan.hardware.memory_limit_gib is not None:

@@ -126,7 +126,7 @@ def compare(config: dict[str, Any]) -> dict[str, Any]:
     from hwopt.memory.forecast.lengths import Lengths
     from hwopt.memory.forecast.measured import measure
     from hwopt.memory.forecast.planner import plan_memory
-    from hwopt.memory.trace.dry_run import Shape
+    from hwopt.memory.shapes import Shape
 
     rows, width = batch_shape(config)
     kind = "causal-lm" if config["model"] in DECODERS else "text-classification"

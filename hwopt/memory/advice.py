@@ -17,7 +17,7 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import device_trace, fitted, traced_memory
-from hwopt.memory.trace.dry_run import Shape
+from hwopt.memory.shapes import Shape
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Choice, PluginOptions, Scale

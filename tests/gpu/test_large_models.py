@@ -12,7 +12,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Head, Shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.planning.plan import Plan
 from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 

@@ -20,7 +20,7 @@ from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.playback import played_run
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Head, Shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.plugin import RunView
 from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace import tracing_process
-from hwopt.memory.trace.dry_run import Head, Shape
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage

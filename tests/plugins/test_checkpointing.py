@@ -15,7 +15,7 @@ from hwopt import api
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.memory.forecast import planner
-from hwopt.memory.trace.dry_run import Head
+from hwopt.memory.shapes import Head
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.memory_plan import CLOSED_FORM

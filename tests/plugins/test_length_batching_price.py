@@ -17,7 +17,7 @@ from hwopt.config.task_kinds import task_facts
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Groups
 from hwopt.hardware.device import described
-from hwopt.memory.trace.dry_run import Head
+from hwopt.memory.shapes import Head
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.model.config import load_config
 from hwopt.model.facts import ModelFacts, model_facts

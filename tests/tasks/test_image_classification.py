@@ -22,7 +22,7 @@ from hwopt.errors import DataError, InputError
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Head, Shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.planning.plan import Plan
 from hwopt.saving.reader import list_checkpoints
 from hwopt.tasks.recognition import recognise

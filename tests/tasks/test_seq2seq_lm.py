@@ -24,7 +24,8 @@ from hwopt.errors import DataError, InputError
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.measured import cpu_memory, measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.trace.dry_run import Shape, generate_last_token
+from hwopt.memory.shapes import Shape
+from hwopt.memory.trace.dry_run import generate_last_token
 from hwopt.planning.plan import Plan
 from hwopt.tasks.recognition import recognise
 from hwopt.tasks.seq2seq_lm import start_token

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hwopt.config.job import Job
 from hwopt.data.sources.reading import on_disk
 from hwopt.errors import DataError, HwoptError
-from hwopt.memory.trace.dry_run import Head, micro_batch_sizes, padded_sizes
+from hwopt.memory.shapes import Head, micro_batch_sizes, padded_sizes
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.tasks.prepared import Prepared

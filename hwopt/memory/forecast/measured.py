@@ -19,15 +19,8 @@ from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.device import GIB
 from hwopt.memory.forecast.lengths import Lengths
-from hwopt.memory.trace.dry_run import (
-    Head,
-    Shape,
-    accumulates_gradients,
-    dry_run_of,
-    dummy_micro_batch,
-    evaluation_step,
-    train_step,
-)
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients
+from hwopt.memory.trace.dry_run import dry_run_of, dummy_micro_batch, evaluation_step, train_step
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.parts import write_recipe
 from hwopt.planning.plan import Plan

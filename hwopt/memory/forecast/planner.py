@@ -17,7 +17,7 @@ from hwopt.memory.forecast.communication import on_device
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.trace.dry_run import Head, Shape, largest_size
+from hwopt.memory.shapes import Head, Shape, largest_size
 from hwopt.memory.trace.timeline import KINDS
 from hwopt.memory.trace.tracer import Trace, trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.card import Card
-from hwopt.memory.trace.dry_run import micro_batch_sizes
+from hwopt.memory.shapes import micro_batch_sizes
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.planning.memory_plan import Prediction
 from hwopt.planning.plan import Plan

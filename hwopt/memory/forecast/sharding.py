@@ -17,7 +17,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.playback import PlayedRun, played_run
 from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, sharded, states, volume
 from hwopt.memory.forecast.lengths import lengths_of
-from hwopt.memory.trace.dry_run import largest_size
+from hwopt.memory.shapes import largest_size
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable

@@ -7,23 +7,23 @@ ones are created too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hwopt.data.batches.collate import Collate, cut_in_order
-from hwopt.data.batches.step_batch import Step, StepBatch, Widths
+from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.step_batch import Step, StepBatch
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.distributed.engine import Engine
 from hwopt.distributed.forward_backward import ForwardBackward
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.tracker import MemoryTracker
 from hwopt.model.packing import skip_packed_row_search
 from hwopt.model.remote_code import is_trusted
@@ -40,27 +40,6 @@ from hwopt.training.evaluation import evaluating
 from hwopt.training.loaders import default_collate
 from hwopt.training.optimizer import build_optimizer
 from hwopt.training.run import Run
-
-FEW_TOKENS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a micro-batch: rows, and tokens of the longest row."""
-
-    rows: int
-    width: int
-
-
-class Head(NamedTuple):
-    """What a job's data decide about the size of its model and of its targets."""
-
-    labels: int
-    """Outputs of a classifier."""
-    new_tokens: int = 0
-    """Tokens that the chat template adds to the vocabulary (`hwopt.tasks.prepared.ChatTokens`)."""
-    target: int | None = None
-    """Tokens of the longest target of an encoder-decoder; None: the most that the job allows."""
 
 
 class FakeAccelerator:
@@ -178,38 +157,6 @@ def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, tim
     return batch
 
 
-def padded_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
-    """Return (rows, width) of each micro-batch into which the recipe cuts samples of these `lengths`."""
-    widths, cut = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of), plan.recipe.cut or cut_in_order
-    padded = [widths.of(length) for length in lengths]
-    return [(len(group), max(padded[place] for place in group)) for group in cut(padded, most_rows)]
-
-
-def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
-    """Return the same after the recipe's collate, which may lay them out in other rows."""
-    if plan.recipe.collate is None:
-        return padded_sizes(plan, lengths, most_rows)
-    task = make_task(plan.job)
-    config = task.load_config(plan.job)
-    samples = [task.placeholder(plan.job, config, length, 1) for length in lengths]
-    widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
-    collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths))
-    batch: StepBatch = collate(Step(0, 0, tuple(range(len(samples))), len(samples)), samples, [1] * len(samples))
-    return batch.sizes
-
-
-def largest_size(plan: Plan, rows: int, width: int) -> tuple[int, int]:
-    """Return the (rows, width) that the recipe's collate makes of `rows` samples of `width` tokens.
-
-    It is asked for FEW_TOKENS at most; more rows are in proportion.
-    """
-    if plan.recipe.collate is None:
-        return rows, width
-    few = min(rows, max(8, FEW_TOKENS // width))
-    laid_out, wide = max(micro_batch_sizes(plan, [width] * few, few), key=math.prod)
-    return laid_out * rows // few, wide
-
-
 def make_state(run: Run, tracker: MemoryTracker) -> None:
     """Create the optimizer's state and what plugins keep, as after the first step."""
     for parameter in run.inner_model.parameters():
@@ -245,11 +192,6 @@ def update(run: Run) -> None:
     """Update the weights, and tell the plugins that the step has ended."""
     run.engine.update()
     run.recipe.events.on_step_end(run, run.engine.update_applied())
-
-
-def accumulates_gradients(plan: Plan) -> bool:
-    """Whether a step has several micro-batches, so that gradients of the first are in memory while the next one runs."""
-    return plan.batch.accumulation(plan.world_size) > 1
 
 
 def add_earlier_gradients(run: Run, tracker: MemoryTracker) -> None:

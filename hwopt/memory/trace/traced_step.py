@@ -17,11 +17,9 @@ from unittest import mock
 import torch
 
 from hwopt.data.batches.step_batch import StepBatch
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients
 from hwopt.memory.trace import cuda_emulation as card
 from hwopt.memory.trace.dry_run import (
-    Head,
-    Shape,
-    accumulates_gradients,
     add_earlier_gradients,
     dry_run_of,
     dummy_micro_batch,

@@ -18,7 +18,7 @@ import numpy as np
 
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.memory.trace.dry_run import Head, Shape, accumulates_gradients, largest_size
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_size
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
 from hwopt.model.config import load_config

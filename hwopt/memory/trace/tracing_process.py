@@ -26,7 +26,7 @@ from hwopt.system import fork_server
 from hwopt.system.fork_server import Fork, ForkServer, ServerEnded
 
 if TYPE_CHECKING:
-    from hwopt.memory.trace.dry_run import Head, Shape
+    from hwopt.memory.shapes import Head, Shape
     from hwopt.memory.trace.timeline import Timeline
     from hwopt.memory.trace.traced_step import StepFunctions
     from hwopt.planning.plan import Plan

@@ -29,7 +29,7 @@ from hwopt.hardware.device import described
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
-from hwopt.memory.trace.dry_run import Head, Shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.planning.plan import Plan

@@ -13,8 +13,9 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn import functional
 
 from hwopt.hardware.device import Hardware, described
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace import cuda_emulation as card
-from hwopt.memory.trace.dry_run import Head, Shape, dry_run_of, fake_recipe
+from hwopt.memory.trace.dry_run import dry_run_of, fake_recipe
 from hwopt.memory.trace.timeline import ColumnSum, Scaled, Timeline, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum

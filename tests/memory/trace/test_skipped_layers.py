@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.hardware.device import described
-from hwopt.memory.trace.dry_run import Head, Shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.layer_kinds import contexts, layer_kinds, layers_to_run
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
