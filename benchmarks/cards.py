@@ -68,7 +68,7 @@ AMD = {"AMD Radeon RX 7900 XTX": "gfx1100", "AMD Instinct MI300X": "gfx942"}
 def row(name: str, capability: tuple[int, int] | None, gib: float) -> str:
     card = described(name, capability, gib, amd=AMD.get(name, ""))
     card = replace(card, source="detected", unified_memory=name == "NVIDIA GB10")
-    with mock.patch("hwopt.memory.planned.detect", return_value=card):
+    with mock.patch("hwopt.planning.request.detect", return_value=card):
         given = [BERT, "data.train=none.csv", "data.max_length=192"]
         plan = api.plan("auto", assignments=given, gains=False)
     memory = plan.memory

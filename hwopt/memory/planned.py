@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache as cache_result
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hwopt.config.job import JobFile
 from hwopt.config.profile import Profile
-from hwopt.config.task_kinds import task_facts
-from hwopt.data.tokenizer_training import planned_config
-from hwopt.errors import HwoptError, InputError
-from hwopt.hardware.detect import detect, detect_software, has_apple_gpu, with_layer_speed
-from hwopt.hardware.device import Hardware, with_memory_limit
+from hwopt.errors import HwoptError
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.lengths import lengths_of, mean_length
 from hwopt.memory.forecast.measured import with_measurement
-from hwopt.model.config import load_config, unread_keys
-from hwopt.model.facts import ModelFacts, model_facts
-from hwopt.model.remote_code import trusted_models
-from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan, Replan
-from hwopt.planning.resolve import hardware_of_card, under_job
+from hwopt.planning.request import read_request
 from hwopt.planning.resolve import resolve as resolve_plan
+from hwopt.planning.resolve import under_job
 from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
-from hwopt.system.ranks import local_rank, local_ranks
-from hwopt.text import listing, truncate
 from hwopt.training.failure import report_oom
 
 
@@ -59,22 +48,8 @@ def resolve(
     Raises InputError, PluginError or DataError with a message that says what to change.
     """
     inputs, cache = inputs or Inputs(registry), cache or cache_folder()
-    machine = detect(local_rank(os.environ), local_ranks(os.environ, world_size))
-    if hardware == "detected" and machine.problem and machine.device_type == "cuda":
-        raise InputError(machine.problem)
-    job_file = inputs.job_or_demo(Path(job) if job is not None else None, assignments, cache)
-    automatic = auto_profile.choose(machine, inputs) if profile == "auto" else None
-    if automatic is None:
-        chosen = inputs.profile(profile, assignments, job_file)
-    else:
-        chosen = inputs.overridden(automatic.profile, assignments, job_file)
-    if hardware == "profile":
-        machine = replace(hardware_of_card(chosen), problem=machine.problem)
-    if memory_limit is not None:
-        machine = with_memory_limit(machine, memory_limit)
-    config, facts = model_of(job_file, cache)
-    software = detect_software()
-    machine = with_layer_speed(machine, facts.hidden_size, world_size, cache)
+    request = read_request(profile, job, assignments, hardware, memory_limit, world_size, inputs, cache)
+    facts, job_file = request.model, request.job_file
 
     def settled(chosen: Profile) -> Plan:
         """The plan of `chosen`, with every choice of a plugin made by the memory planner."""
@@ -89,51 +64,20 @@ def resolve(
                 raise
 
         def resolved(choices: Mapping[str, int]) -> Plan:
-            given = partial(resolve_plan, chosen, machine, job_file, inputs.registry, facts, software)
+            given = partial(resolve_plan, chosen, request.hardware, job_file, inputs.registry, facts, request.software)
             return given(world_size=world_size, strict=strict, choices=choices, tokens_per_sample=tokens_per_sample)
 
         plan = resolved({})
         return planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {})) if plan.chose else plan
 
-    notes = [f"profile auto: {automatic.reason}"] if automatic else []
     try:
-        plan = settled(chosen)
+        plan, notes = settled(request.profile), request.notes
     except planner.NoForecastError:
-        if automatic is None or automatic.profile is automatic.nearest:
+        if request.nearest is None:
             raise
-        plan = settled(inputs.overridden(automatic.nearest, assignments, job_file))
-        notes.append("this model's memory cannot be forecast: the sizes follow the ratio of the memories")
-    return replace(plan, notes=(*notes, *notes_on(job, job_file, config, machine), *plan.notes))
-
-
-def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
-    """(config, facts) of the job's model. Raises InputError for a model whose code is trusted and which the job does not name."""
-    job = job_file.job
-    model = job.model
-    if others := [name for name in trusted_models() if name not in (model.name, model.tokenizer)]:
-        raise InputError(
-            f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
-        )
-    with job_file.placing():
-        config = planned_config(job, load_config(model.name, model.config, model.revision))
-        return config, model_facts(config, task_facts(job.task.kind), model.label, cache / "models")
-
-
-def notes_on(job: Path | str | None, job_file: JobFile, config: Any, machine: Hardware) -> Iterator[str]:
-    """What the user should know about the machine, the model and the job that was found."""
-    if note := machine.different_cards_note:
-        yield note
-    if machine.amd:
-        yield f"{machine.name}: hwopt was not run on AMD GPUs. Its forecasts are those of NVIDIA's kernels; check the first run"
-    if machine.device_type == "cpu" and machine.source == "detected" and has_apple_gpu():
-        yield "this Mac's GPU (MPS) is not used: hwopt trains on its CPU"
-    for name in trusted_models():
-        yield f"--trust-remote-code: the code that {name!r} brings is run, with all that you may do"
-    given = job_file.job.model.config
-    if given is not None and (unread := [*unread_keys(config, given)]):
-        yield f"model.config: {config.model_type} does not read {listing(unread)}; ignored"
-    if job is None and job_file.document.name == "job.toml":
-        yield "job: job.toml of this folder"
+        by_ratio = "this model's memory cannot be forecast: the sizes follow the ratio of the memories"
+        plan, notes = settled(request.nearest), (*request.notes, by_ratio)
+    return replace(plan, notes=(*notes, *plan.notes))
 
 
 def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

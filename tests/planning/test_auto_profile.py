@@ -92,7 +92,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
     """The plan of `auto` for a wide BERT on a card."""
 
     def plan(hardware: Hardware, *assignments: str) -> Plan:
-        monkeypatch.setattr("hwopt.memory.planned.detect", lambda *_: hardware)
+        monkeypatch.setattr("hwopt.planning.request.detect", lambda *_: hardware)
         given = [SMALL_BERT, "data.train=missing.csv", "data.max_length=512", *assignments]
         monkeypatch.chdir(tmp_path)
         return api.resolve("auto", assignments=given, cache=tmp_path / "cache")
