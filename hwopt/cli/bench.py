@@ -50,7 +50,7 @@ def bench(
         refuse_output(output, "-o", unwritable=StorageError)
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
-    from hwopt.runs.status import command_line
+    from hwopt.runs.journal import command_line
     from hwopt.system import signals
     from hwopt.trials.bench import run_bench
     from hwopt.trials.benchmark import BenchEffort

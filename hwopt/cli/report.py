@@ -31,7 +31,8 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
         if len(runs) > 1 or output is not None:
             raise InputError("--watch follows one run and writes no file: hwopt report --watch RUN")
         return watch(runs[0], interval)
-    from hwopt.report.page import REPORT, page_of
+    from hwopt.records.run_files import REPORT
+    from hwopt.report.page import page_of
     from hwopt.runs.record import read_records
     from hwopt.system.paths import write_text
 

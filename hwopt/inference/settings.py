@@ -11,6 +11,7 @@ from typing import Literal
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.plugin import BatchSizes, dtype_name
+from hwopt.records.run_files import PLAN
 from hwopt.tasks.generators import Generation
 from hwopt.training.run import Run
 
@@ -52,7 +53,7 @@ def settings_of(run: Run) -> InferenceSettings:
 def read_settings(folder: Path) -> InferenceSettings:
     """The settings in plan.json of a run folder. Raises InputError without them."""
     try:
-        found = json.loads((folder / "plan.json").read_text(encoding="utf-8"))[KEY]
+        found = json.loads((folder / PLAN).read_text(encoding="utf-8"))[KEY]
         labels = None if found["labels"] is None else tuple(found["labels"])
         return InferenceSettings(**found | {"labels": labels, "batch": BatchSizes(**found["batch"])})
     except (OSError, ValueError, KeyError, TypeError) as error:

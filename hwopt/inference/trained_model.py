@@ -24,6 +24,7 @@ from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
 from hwopt.plugin import dtype_name
+from hwopt.records.run_files import FINAL, JOB
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system import garbage
 from hwopt.system.paths import path_kind
@@ -85,9 +86,9 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
         hint = f" Did you mean {in_runs}?" if in_runs.is_dir() else nearest(path.name, names)
         raise InputError(f"{path}: {what}.{hint} Give a run folder, such as runs/NAME")
     path = path.absolute()
-    if (path / "job.toml").is_file():
-        run, folder = path, path if (path / "README.md").is_file() else path / "final"  # a final/ has a model card
-    elif (path.parent / "job.toml").is_file():
+    if (path / JOB).is_file():
+        run, folder = path, path if (path / "README.md").is_file() else path / FINAL  # a final/ has a model card
+    elif (path.parent / JOB).is_file():
         run, folder = path.parent, path
     else:
         runs = sorted(each.parent.name for each in path.glob("*/job.toml"))
@@ -97,7 +98,7 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
         saved = list_checkpoints(run)
         where = f", or give its newest checkpoint: {saved[0]}" if saved else ""
         raise InputError(f"{run}: the run is not finished: it has no final/. Finish it with `hwopt run --resume`{where}")
-    found = RunModel(folder, load_job(run / "job.toml", assignments).job, read_settings(run))
+    found = RunModel(folder, load_job(run / JOB, assignments).job, read_settings(run))
     if not (folder / "config.json").is_file() and not found.is_adapter:
         raise InputError(
             f"{folder}: has no config.json, so the model cannot be built from it. Its class has no save_pretrained(): "

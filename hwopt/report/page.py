@@ -28,7 +28,6 @@ from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
 from hwopt.text import cut, printable
 
 MAX_VALUE, MAX_NAME = 160, 60  # characters of a cell, and of the first cell of a row
-REPORT = "report.html"  # the name of the page in a run folder
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
 """Of the tables of classes. The numbers of all classes are in summary.json."""
 

@@ -6,10 +6,11 @@ from datetime import datetime
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from hwopt.report.page import REPORT, page_of
+from hwopt.records.run_files import LOG, REPORT
+from hwopt.report.page import page_of
 from hwopt.report.screen import Screen
 from hwopt.report.terminal import Terminal, show_plan
-from hwopt.runs.record import LOG, is_run_folder, read_record
+from hwopt.runs.record import is_run_folder, read_record
 from hwopt.system.paths import write_text, writing
 from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener, Listeners

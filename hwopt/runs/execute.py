@@ -26,10 +26,11 @@ from hwopt.memory.forecast.known_limits import record_limit
 from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
+from hwopt.records.run_files import FINAL, completed_steps, read_summary, status_code
+from hwopt.runs.folder import write_status
 from hwopt.runs.journal import Journal
 from hwopt.runs.rank_errors import report_error
 from hwopt.runs.resume import AlreadyComplete, claim_run_folder
-from hwopt.runs.status import completed_steps, read_summary, status_code, write_status
 from hwopt.saving.best_model import best_metric
 from hwopt.saving.reader import list_checkpoints
 from hwopt.saving.writer import PLAN_FILES
@@ -243,7 +244,7 @@ def push_to_hub(run: Run) -> None:
     """Upload `final/` to the repository `training.hub_model_id`, which is created if needed. Only rank 0 calls it."""
     from huggingface_hub import HfApi
 
-    name, folder = run.training.hub_model_id, run.folder / "final"
+    name, folder = run.training.hub_model_id, run.folder / FINAL
     assert name is not None, "the job was validated"
     run.say(f"Uploading {folder} to {name}")
     try:

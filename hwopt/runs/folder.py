@@ -16,7 +16,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from hwopt.errors import FolderInUseError, InputError, StorageError
-from hwopt.runs.status import read_object
+from hwopt.records.run_files import STATUS, read_object
 from hwopt.saving.reader import checkpoint_in, list_checkpoints, quarantine, read_metadata
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import path_kind
@@ -185,3 +185,8 @@ def folder_in_use_error(folder: Path) -> FolderInUseError:
     return FolderInUseError(
         f"{folder} is in use: {trainer} trains there. Wait until it ends, stop it (`kill` once: it saves), or give another --name"
     )
+
+
+def write_status(folder: Path, exit_code: int | None, message: str) -> None:
+    """Write `status.json`. `exit_code` is None while the run trains. Launchers lose the exit code; this file keeps it."""
+    write_json(folder / STATUS, {"exit_code": exit_code, "message": message})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -18,7 +19,19 @@ from hwopt.errors import exit_code_of
 from hwopt.inference.settings import KEY as INFERENCE
 from hwopt.inference.settings import settings_of
 from hwopt.planning.plan import Plan
-from hwopt.runs.status import METRICS, PROCESSES, SUMMARY, command_line, read_json_lines, write_status
+from hwopt.records.run_files import (
+    EVIDENCE,
+    JOB,
+    LEFT_OUT,
+    MEMORY,
+    METRICS,
+    PLAN,
+    PROCESSES,
+    PROFILE,
+    SUMMARY,
+    read_json_lines,
+)
+from hwopt.runs.folder import write_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.paths import writing
 from hwopt.training import evidence as observe
@@ -35,11 +48,11 @@ class JournalFiles(Listener):
 
     def on_evidence(self, run: Any, found: list[Any]) -> None:
         self.evidence = observe.to_dict(found, run.observation, run.step)
-        write_json(run.folder / "evidence.json", self.evidence)
+        write_json(run.folder / EVIDENCE, self.evidence)
 
     def on_final_evidence(self, run: Any, found: list[Any]) -> None:
         at_end = observe.to_dict(found, run.observation, run.step)
-        write_json(run.folder / "evidence.json", self.evidence | {"at_end": at_end})
+        write_json(run.folder / EVIDENCE, self.evidence | {"at_end": at_end})
 
     def on_log(self, run: Any, row: Row) -> None:
         with writing(run.folder / METRICS), open(run.folder / METRICS, "a", encoding="utf-8") as file:
@@ -60,8 +73,8 @@ class Journal(JournalFiles):
             # every default is written out, so that `hwopt run job.toml` repeats the run
             job = run.plan.job.model_dump(mode="json", exclude={"training"}, exclude_none=True)
             job |= {"training": run.training.model_dump(mode="json", exclude_none=True)}
-            (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
-            (folder / "profile.toml").write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
+            (folder / JOB).write_text(tomlkit.dumps(job), encoding="utf-8")
+            (folder / PROFILE).write_text(tomlkit.dumps(profile_table(run.plan)), encoding="utf-8")
             add_line(
                 run,
                 samples=len(run.prepared.train),
@@ -69,14 +82,14 @@ class Journal(JournalFiles):
                 data={part: store.folder.name for part, store in run.prepared.parts.items()},
                 metric_directions=dict(run.task.metric_directions),
             )
-        write_json(folder / "plan.json", run.plan.to_dict() | {INFERENCE: asdict(settings_of(run))})
+        write_json(folder / PLAN, run.plan.to_dict() | {INFERENCE: asdict(settings_of(run))})
         if run.prepared.bad_rows:
-            write_json(folder / "left_out.json", run.prepared.bad_rows)
+            write_json(folder / LEFT_OUT, run.prepared.bad_rows)
         write_status(folder, None, "running")
 
     def on_evidence(self, run: Run, found: list[Any]) -> None:
         super().on_evidence(run, found)
-        write_json(run.folder / "memory.json", memory_by_kind(run))
+        write_json(run.folder / MEMORY, memory_by_kind(run))
 
 
 class ScriptJournal(JournalFiles):
@@ -85,7 +98,7 @@ class ScriptJournal(JournalFiles):
     def on_start(self, run: Any) -> None:
         prepare_folder(run, run.step)
         add_line(run, samples=run.samples, metric_directions={})
-        write_json(run.folder / "plan.json", run.plan.to_dict())
+        write_json(run.folder / PLAN, run.plan.to_dict())
         write_status(run.folder, None, "running")
 
     def on_end(self, run: Any, ending: str) -> None:
@@ -153,3 +166,11 @@ def profile_table(plan: Plan) -> dict[str, Any]:
         for entry in plan.entries
     }
     return content
+
+
+def command_line(words: list[str]) -> str:
+    """The command of a process, as a shell takes it. The console script and `python -m hwopt` become "hwopt"."""
+    for number, word in enumerate(words):
+        if number and Path(word).name in ("hwopt", "hwopt.exe", "hwopt-script.py"):
+            return shlex.join(["hwopt", *words[number + 1 :]])
+    return shlex.join(words)

@@ -21,8 +21,9 @@ import psutil
 
 from hwopt.errors import InputError, StorageError, exit_code_of
 from hwopt.hardware.detect import cpu_cores
+from hwopt.records.run_files import status_code
+from hwopt.runs.folder import write_status
 from hwopt.runs.rank_errors import LAUNCH_FOLDER, LaunchOutcome, root_cause
-from hwopt.runs.status import status_code, write_status
 from hwopt.system import signals
 from hwopt.system.ranks import rank_and_world
 from hwopt.system.signals import EXIT_CODES

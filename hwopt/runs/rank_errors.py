@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hwopt.config.aliases import option_for
 from hwopt.errors import StorageError, WorkerDiedError
-from hwopt.runs.status import read_status
+from hwopt.records.run_files import read_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.signals import EXIT_CODES
 

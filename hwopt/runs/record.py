@@ -5,32 +5,44 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hwopt.errors import InputError
+from hwopt.records.run_files import (
+    EVIDENCE,
+    FINAL,
+    LOG,
+    MEMORY,
+    METRICS,
+    PLAN,
+    PROCESSES,
+    metric_values,
+    read_evidence,
+    read_json_lines,
+    read_object,
+    read_status,
+    read_summary,
+)
 from hwopt.records.run_record import RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
-from hwopt.runs.status import METRICS, PROCESSES, read_json_lines, read_object, read_status, read_summary
 from hwopt.text import printable
 
-LOG = "run.log"
 PLAN_KEYS = {"profile", "hardware", "software", "model", "job", "training", "batch", "plugins"}
 
 
 def is_run_folder(folder: Path) -> bool:
-    return (folder / "plan.json").is_file()
+    return (folder / PLAN).is_file()
 
 
 def read_record(folder: Path) -> RunRecord:
     """The record of a run folder. Raises InputError if `folder` is none, or if its plan cannot be read."""
-    if folder.name in ("final", "plan.json") and is_run_folder(folder.parent):
+    if folder.name in (FINAL, PLAN) and is_run_folder(folder.parent):
         folder = folder.parent
     shown = printable(str(folder))
     if not folder.is_dir():
         raise InputError(f"{shown}: no such run folder. `ls runs` lists the runs of this folder")
     if not is_run_folder(folder):
         raise InputError(f"{shown} is not a run folder: it has no plan.json. Give a folder that `hwopt run` wrote")
-    plan = read_object(folder / "plan.json")
+    plan = read_object(folder / PLAN)
     if not plan.keys() >= PLAN_KEYS:
         raise InputError(f"{folder / 'plan.json'} is not a plan of hwopt, or it is corrupt")
     try:
@@ -41,8 +53,8 @@ def read_record(folder: Path) -> RunRecord:
             plan,
             read_json_lines(folder / PROCESSES),
             [row for row in rows if row.get("step") is not None],
-            read_evidence(folder / "evidence.json"),
-            read_object(folder / "memory.json"),
+            read_evidence(folder / EVIDENCE),
+            read_object(folder / MEMORY),
             read_summary(folder),
             exit_code,
             message,
@@ -67,31 +79,6 @@ def process_alive(folder: Path) -> bool | None:
     """Whether a process trains in `folder`; None if it is one of another host, which this host cannot see."""
     host = read_owner(folder).get("host") if folder.is_dir() else None
     return None if host not in (None, platform.node()) else in_use_on_this_host(folder)
-
-
-def read_evidence(path: Path) -> list[dict[str, Any]]:
-    """name, status and what was seen of each plugin, after the first and the last step of a process.
-
-    Inactive evidence of either step counts. Active evidence counts more than unknown one: the last step may be too small to tell.
-    """
-    first = read_object(path)
-    last = {entry["name"]: entry for entry in first.get("at_end", {}).get("plugins", [])}
-    found = []
-    for entry in first.get("plugins", []):
-        both = [last.pop(entry["name"], entry), entry]
-        found.append(next((each for status in ("inactive", "active") for each in both if each["status"] == status), both[0]))
-    return [*found, *last.values()]
-
-
-def metric_values(line: dict[str, Any]) -> dict[str, float | None]:
-    """The entries of `line` that are numbers, or None: a number that was not finite. Those of a table in it as "table.key"."""
-    found: dict[str, float | None] = {}
-    for key, value in line.items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{inner}": number for inner, number in metric_values(value).items()}
-        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            found[key] = value
-    return found
 
 
 GRACE = 3.0

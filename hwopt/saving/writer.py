@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hwopt.errors import StorageError
+from hwopt.records.run_files import FINAL, JOB, PLAN
 from hwopt.saving.reader import FORMAT, STATE, TENSORS, tensors_of
 from hwopt.saving.savable_run import SavableRun
 from hwopt.system.atomic_folder import GIB, staged
@@ -25,7 +26,7 @@ from hwopt.tensor_tree import HostCopies, flatten
 
 OVERHEAD = 1.02  # bytes on disk per byte of tensors: configs, the tokenizer and the file system need some
 HEARTBEAT_SECONDS = 0.5  # how long `wait` waits for the disk before it tells the watchdog that the run is alive
-PLAN_FILES = ("job.toml", "plan.json")
+PLAN_FILES = (JOB, PLAN)
 """What `hwopt predict` reads of a run beside its model, so that `final/` can be copied elsewhere alone."""
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -153,7 +154,7 @@ def save_final(run: SavableRun, writer: AsyncWriter, card: str) -> None:
 
 def write_final(run: SavableRun, model: Any, card: str) -> None:
     weights = model.state_dict()
-    with staged(run.folder / "final", sum(weight.nbytes for weight in weights.values())) as folder:
+    with staged(run.folder / FINAL, sum(weight.nbytes for weight in weights.values())) as folder:
         if run.extras.is_dir():
             shutil.copytree(run.extras, folder, dirs_exist_ok=True)
         model.__dict__.pop("forward", None)  # Accelerate's autocast wrapper cannot be saved

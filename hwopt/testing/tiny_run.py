@@ -30,7 +30,8 @@ from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
 from hwopt.plugin import Evidence
 from hwopt.plugin.registry import Registry
-from hwopt.runs.status import SUMMARY, write_status
+from hwopt.records.run_files import SUMMARY
+from hwopt.runs.folder import write_status
 from hwopt.saving import reader as resume
 from hwopt.system.cache import cache_folder
 from hwopt.training.listener import Listener, Row, Summary

@@ -19,6 +19,7 @@ from hwopt.data.stores.token_store import Store
 from hwopt.distributed.oom_backoff import QUIET_BATCHES, OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
+from hwopt.records.run_files import SAMPLES
 from hwopt.saving.best_model import BestModel
 from hwopt.system import signals
 from hwopt.tasks.generators import Generation, TextGenerator
@@ -29,7 +30,6 @@ from hwopt.training.listener import Row
 from hwopt.training.loaders import batches_of, end_workers, evaluation_loader
 from hwopt.training.run import Run
 
-SAMPLES = "samples.jsonl"
 NEW_TOKENS = 64  # tokens of a sample
 
 

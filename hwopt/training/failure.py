@@ -16,6 +16,7 @@ from hwopt.hardware.device import GIB
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.plugin import RunView
 from hwopt.plugin.guard import GuardedOnce
+from hwopt.records.run_files import OUT_OF_MEMORY
 from hwopt.saving.checkpointer import Checkpointer
 from hwopt.system.atomic_folder import write_json
 from hwopt.text import first_line
@@ -68,7 +69,7 @@ def write_report(run: Run, reason: str) -> None:
     if not run.folder.is_dir():
         return
     with suppress(StorageError):
-        write_json(run.folder / "out_of_memory.json", report(run, reason))
+        write_json(run.folder / OUT_OF_MEMORY, report(run, reason))
     if run.device.type == "cuda":
         with suppress(OSError, RuntimeError):
             torch.cuda.memory._dump_snapshot(str(run.folder / "out_of_memory.pickle"))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.errors import HwoptError, exit_code_of
-from hwopt.runs.status import read_object, write_status
+from hwopt.records.run_files import read_object
+from hwopt.runs.folder import write_status
 from hwopt.system import fork_server
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.fork_server import end_with, import_modules

@@ -19,9 +19,9 @@ from typing import Literal, Protocol
 
 from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
+from hwopt.records.run_files import read_object, read_status
 from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_record
-from hwopt.runs.status import read_object, read_status
 from hwopt.system.atomic_folder import write_json
 from hwopt.system.fork_server import ForkServer, ServerEnded, kill_session
 from hwopt.text import cut, printable

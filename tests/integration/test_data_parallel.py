@@ -20,8 +20,8 @@ from hwopt import api
 from hwopt.errors import HwoptError
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
+from hwopt.records.run_files import status_code
 from hwopt.report.screen import Screen
-from hwopt.runs.status import status_code
 from hwopt.system import signals
 from hwopt.testing import logged, relative_error
 

@@ -22,8 +22,8 @@ from integration.ranks_folder import FP32, RUN, write_job, write_profile
 from safetensors.torch import load_file
 
 from hwopt.cli import run_command
+from hwopt.records.run_files import status_code
 from hwopt.runs.launch import broadcast_folder
-from hwopt.runs.status import status_code
 from hwopt.testing import relative_error
 
 

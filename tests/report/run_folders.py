@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hwopt.records.run_files import PROCESSES
 from hwopt.records.run_record import RunRecord
 from hwopt.runs.record import read_record
-from hwopt.runs.status import PROCESSES
 
 PLAN: dict[str, Any] = {
     "profile": "tiny",

@@ -11,11 +11,10 @@ from runs.test_execute import Failing, make_plan
 import hwopt
 from hwopt import api
 from hwopt.errors import NonFiniteError
+from hwopt.records.run_files import PROCESSES, REPORT, read_status
 from hwopt.report import run_files
-from hwopt.report.page import REPORT
 from hwopt.report.run_files import with_run_files
 from hwopt.runs.record import read_record
-from hwopt.runs.status import PROCESSES, read_status
 from hwopt.testing import Recorder
 
 

@@ -15,8 +15,8 @@ import pytest
 from hwopt import api
 from hwopt.errors import FolderInUseError, NonFiniteError, StorageError
 from hwopt.planning.plan import Plan
+from hwopt.records.run_files import read_status
 from hwopt.runs.folder import LOCK, lock_run_folder, run_folder
-from hwopt.runs.status import read_status
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
 
 

@@ -9,10 +9,10 @@ import torch
 
 from hwopt.errors import InputError
 from hwopt.runs import launch as launching
+from hwopt.runs.folder import write_status
 from hwopt.runs.launch import broadcast_folder, launch_outcome, ranks_to_start
 from hwopt.runs.rank_errors import LAUNCH_FOLDER, LaunchOutcome
 from hwopt.runs.resume import AlreadyComplete
-from hwopt.runs.status import write_status
 
 
 def test_launch_of_a_complete_run_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from hwopt.runs.folder import write_status
 from hwopt.runs.launch import launch_outcome
 from hwopt.runs.rank_errors import ERROR_FILE, LAUNCH_FOLDER, describe_death, report_error
-from hwopt.runs.status import write_status
 
 
 class FailedRanks:

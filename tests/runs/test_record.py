@@ -13,8 +13,8 @@ from report.run_folders import EVIDENCE, PLAN, eval_row, log_row, log_rows, writ
 
 from hwopt.errors import InputError
 from hwopt.runs.folder import OWNER
+from hwopt.runs.journal import command_line
 from hwopt.runs.record import read_record
-from hwopt.runs.status import command_line
 
 
 def owned(folder: Path, host: str = "", began: float | None = None) -> Path:

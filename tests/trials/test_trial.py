@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report.run_folders import PROCESS, log_row, write_run
 
-from hwopt.runs.status import read_object
+from hwopt.records.run_files import read_object
 from hwopt.trials.trial import OUTPUT, REQUEST, RESULT, Outcome, Variant, outcome_of, run_trial
 
 VARIANT = Variant("mine", "cpu", ("plugins.batch.train=4",), without_dropout=True)
