@@ -65,7 +65,14 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
         )
     rows = read_source(source, found.job)
     inputs = make_task(found.job).read_inputs(rows, found.job)
-    loaded = load_trained_model(found, cache)
+    return write_predictions(load_trained_model(found, cache), rows, inputs, output, options)
+
+
+def write_predictions(
+    loaded: TrainedModel, rows: Rows, inputs: Sequence[Any], output: Path, options: InferenceOptions
+) -> PredictionReport:
+    """Write `rows`, of which the model reads `inputs`, with its predictions to `output`. Raises as `predict` does."""
+    generation = options.generation
     predictor = loaded.task.predictor(loaded.trained, loaded.model, generation or Generation())
     names = free_names(tuple(predictor.columns), rows.table.column_names)
     sizes, backoff = options.batch(loaded.settings), options.backoff()
@@ -86,7 +93,7 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
             options.progress(stop, count)
         predicted = len(usable_rows(rows, range(count)))
         if not predicted:
-            raise DataError(f"{source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
+            raise DataError(f"{rows.source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
     renamed = [f"{new!r} instead of {name!r}" for name, new in names.items() if new != name]
     notes = [f"new columns: {listing(renamed)}, which the input has already"] if renamed else []
     return PredictionReport(

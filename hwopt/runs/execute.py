@@ -27,6 +27,7 @@ from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
 from hwopt.records.run_files import FINAL, completed_steps, read_summary, status_code
+from hwopt.runs.eval_rows import write_eval_rows
 from hwopt.runs.folder import write_status
 from hwopt.runs.journal import Journal
 from hwopt.runs.rank_errors import report_error
@@ -149,6 +150,8 @@ class Execution(Listener):
                     raise
             if (code := signals.received()) is not None:  # while the end was written
                 raise signals.exception_for(code)
+            if self.rank == 0:
+                write_eval_rows(run)
             self.set_status(0, DONE)
             if run.training.push_to_hub and self.rank == 0:
                 push_to_hub(run)

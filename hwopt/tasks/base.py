@@ -108,7 +108,9 @@ class Task(ModelBuilder):
         tokens = self.fit_tokenizer(tokenizer, job, parts["train"])
         trained = Trained(job, config, tokenizer, named.names, max_positions)
         stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
-        prepared = self.with_class_weights(replace(make_prepared(stores, trained), chat_tokens=tokens), job)
+        held_out = parts["eval"].places.numbers if job.data.eval_fraction is not None else ()
+        prepared = replace(make_prepared(stores, trained), chat_tokens=tokens, held_out=held_out)
+        prepared = self.with_class_weights(prepared, job)
         prepared.notes.extend([*named.notes, *self.notes(parts, trained, prepared)])
         prepared.report_bad_rows(*sources.values())
         return prepared

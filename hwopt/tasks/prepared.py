@@ -82,6 +82,8 @@ class Prepared:
     test: Store | None = None
     more_eval: Mapping[str, Store] = field(default_factory=dict)  # name -> further data for evaluation
     chat_tokens: ChatTokens = field(default_factory=ChatTokens)
+    held_out: Sequence[int] = ()
+    """Numbers of the rows of data.train (`Places.numbers`) that data.eval_fraction took for the evaluation."""
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
 

@@ -131,7 +131,7 @@ def screens(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Screens:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("HWOPT_CACHE", str(folder / "cache"))
-        for module in ("api", "memory.planned", "inference.trained_model"):
+        for module in ("api", "planning.request", "inference.trained_model"):
             patched.setattr(f"hwopt.{module}.detect", lambda *_: MACHINE)
         patched.setattr("hwopt.planning.resolve.detect_host", lambda: MACHINE)
         patched.setattr("hwopt.hardware.doctor.examine", lambda _: FINDINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_decoder_is_trained_and_predicts(kind: str, tmp_path: Path) -> None:
     assert all(map(math.isfinite, recorder.losses))
     run, rows, cache = tmp_path / "run", str(tmp_path / "rows.jsonl"), tmp_path / "cache"
     assert api.predict(run, rows, tmp_path / "out.jsonl", cache=cache).predicted == 24
+    if kind == "token-classification":
+        assert not (run / "eval_rows.csv").exists()
+    else:
+        predicted = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        held_out = list(csv.DictReader((run / "eval_rows.csv").read_text().splitlines()))
+        assert len(held_out) == len(recorder.run.prepared.eval) > 3
+        for row in held_out:
+            (same,) = [each for each in predicted if each["text"] == row["text"]]
+            assert row.keys() == same.keys()
+            for name in row.keys() - {"text", "tokens", "tags"}:
+                found = json.loads(row[name])
+                assert found == (same[name] if isinstance(found, list) else pytest.approx(same[name], rel=1e-4)), name
     assert api.evaluate(run, rows, cache=cache).samples == 24
 
 

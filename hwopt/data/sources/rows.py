@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,18 @@ class Rows:
         usable = [row for row, number in enumerate(self.places.numbers) if number not in self.bad_rows.reasons]
         self.bad_rows.check([self.places.numbers[row] for row in usable])
         return usable
+
+    def take(self, rows: Sequence[int]) -> Rows:
+        """These `rows` of the table."""
+        return replace(
+            self,
+            table=self.table.take(rows),
+            places=self.places.take(rows),
+            non_strings={
+                name: {place: values[row] for place, row in enumerate(rows) if row in values}
+                for name, values in self.non_strings.items()
+            },
+        )
 
     def first(self, number: int) -> Rows:
         """The first `number` rows, with the bad rows before the last of them, and a note; all rows if there are no more."""
