@@ -2,7 +2,7 @@
 
 python tests/pretend_cuda rtx3070 pytest tests/gpu             # a profile, or the part before "_"
 python tests/pretend_cuda t4,t4 python script.py               # two cards
-python tests/pretend_cuda "My GPU:8.6:8192" python script.py   # NAME:COMPUTE CAPABILITY:MIB
+python tests/pretend_cuda "My GPU:8.6:8192" python script.py   # NAME:COMPUTE CAPABILITY:MIB[:MULTIPROCESSORS]
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def measure_others(name: str) -> dict[str, Any]:
 
     They train without what saves memory, so their card has more of it.
     """
-    card, _, _ = CARDS[name].rpartition(":")
-    return run_on_card(name, "others", f"{card}:200000")
+    card, capability, _, *processors = CARDS[name].split(":")
+    return run_on_card(name, "others", ":".join([card, capability, "200000", *processors]))
 
 
 def run_on_card(name: str, which: str, cards: str) -> dict[str, Any]:

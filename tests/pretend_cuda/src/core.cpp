@@ -26,15 +26,6 @@ bool verbose = getenv("PRETEND_VERBOSE") && *getenv("PRETEND_VERBOSE");
 
 // ---- cards
 
-struct Known { const char* part; int processors, clock_khz, bus_bits, memory_khz, l2_mib; };
-static const Known KNOWN[] = {
-    {"3070 Ti", 48, 1770000, 256, 9501000, 4}, {"3070", 46, 1725000, 256, 7001000, 4}, {"3090", 82, 1695000, 384, 9751000, 6},
-    {"3060", 28, 1777000, 192, 7501000, 3},    {"3080", 68, 1710000, 320, 9501000, 5}, {"4090", 128, 2520000, 384, 10501000, 72},
-    {"T4", 40, 1590000, 256, 5001000, 4},      {"A100", 108, 1410000, 5120, 1215000, 40}, {"H100", 132, 1980000, 5120, 2619000, 50},
-    {"H200", 132, 1980000, 6144, 3201000, 50}, {"A10", 72, 1695000, 384, 6251000, 6},  {"L4", 58, 2040000, 192, 6251000, 48},
-    {"V100", 80, 1530000, 4096, 877000, 6},    {"2080", 46, 1710000, 256, 7000000, 4},
-};
-
 struct Cards {
     std::deque<Card> all;
     std::vector<int> visible;
@@ -47,22 +38,21 @@ struct Cards {
         while (std::getline(list, item, ',')) {
             if (item.empty()) continue;
             Card& made = all.emplace_back();
-            size_t last = item.rfind(':'), first = last == std::string::npos ? last : item.rfind(':', last - 1);
-            if (first == std::string::npos) {
-                fprintf(stderr, "pretend-cuda: '%s' is not NAME:MAJOR.MINOR:MIB\n", item.c_str());
+            std::stringstream parts(item);
+            std::string name, capability, mib, processors;
+            std::getline(parts, name, ':'), std::getline(parts, capability, ':'), std::getline(parts, mib, ':');
+            if (mib.empty()) {
+                fprintf(stderr, "pretend-cuda: '%s' is not NAME:MAJOR.MINOR:MIB[:MULTIPROCESSORS]\n", item.c_str());
                 all.pop_back();
                 continue;
             }
-            made.name = item.substr(0, first);
-            sscanf(item.c_str() + first + 1, "%d.%d", &made.major, &made.minor);
-            made.total = strtoull(item.c_str() + last + 1, nullptr, 10) * MIB;
+            made.name = name;
+            sscanf(capability.c_str(), "%d.%d", &made.major, &made.minor);
+            made.total = strtoull(mib.c_str(), nullptr, 10) * MIB;
             made.context = (context ? strtoull(context, nullptr, 10) : 300) * MIB;
             made.physical = int(all.size()) - 1;
-            Known known = {"", 64, 1700000, 256, 7000000, 4};
-            for (const Known& one : KNOWN)
-                if (made.name.find(one.part) != std::string::npos) { known = one; break; }
-            made.processors = known.processors, made.clock_khz = known.clock_khz, made.bus_bits = known.bus_bits;
-            made.memory_khz = known.memory_khz, made.l2_bytes = known.l2_mib << 20;
+            made.processors = std::getline(parts, processors, ':') ? atoi(processors.c_str()) : 64;
+            made.clock_khz = 1700000, made.bus_bits = 256, made.memory_khz = 7000000, made.l2_bytes = 4 << 20;
             int cc = made.major * 10 + made.minor;
             made.threads_per_processor = cc == 75 ? 1024 : (cc == 86 || cc == 89 || cc == 120) ? 1536 : 2048;
             int kib = cc >= 90 && cc < 120 ? 228 : cc == 80 || cc == 87 ? 164 : cc >= 86 ? 100 : cc == 75 ? 64 : 96;
