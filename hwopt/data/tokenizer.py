@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
@@ -131,25 +132,34 @@ def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, p
     if limit.max_length is not None and limit.max_length < special + len(texts):
         raise InputError(f"data.max_length: {limit.max_length} leaves no room for text: {special} special tokens are added")
     options = {"return_attention_mask": False, "return_token_type_ids": types, "verbose": False}
-    ids: list[Any] = []
-    kinds: list[Any] = []
+    ids, kinds, lengths = [], [], []  # an array for each chunk: one for each text takes more memory than its tokens
     truncated = 0
     skipped: dict[int, str] = {}
     for start in range(0, len(texts[0]), CHUNK):
         chunk = [list(column[start : start + CHUNK]) for column in texts]
         found = tokenizer(*chunk, **options)
-        lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
-        limit.check(lengths, places, start)
-        skipped |= dict.fromkeys((start + np.flatnonzero(lengths == 0)).tolist(), "has no tokens")
-        if limit.max_length is not None and (lengths > limit.max_length).any():
-            truncated += int((lengths > limit.max_length).sum())
+        found_lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
+        limit.check(found_lengths, places, start)
+        skipped |= dict.fromkeys((start + np.flatnonzero(found_lengths == 0)).tolist(), "has no tokens")
+        if limit.max_length is not None and (too_long := found_lengths > limit.max_length).any():
+            truncated += int(too_long.sum())
             found = tokenizer(*chunk, truncation="longest_first", max_length=limit.max_length, **options)
-        ids += [np.asarray(one, np.int32) for one in found["input_ids"] if one]
-        kinds += [np.asarray(one, np.int32) for one in found.get("token_type_ids", ()) if one]
-    if not ids:
+            found_lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
+        ids.append(joined(found["input_ids"]))
+        kinds.append(joined(found.get("token_type_ids", ())))
+        lengths.append(found_lengths[found_lengths > 0])
+    if not sum(map(len, ids)):
         raise DataError(f"{places.source}: no text has a token")
-    lengths = np.array([len(one) for one in ids], np.int64)
-    return Encoded(np.concatenate(ids), np.concatenate(kinds) if kinds else None, lengths, truncated, skipped)
+    return Encoded(
+        np.concatenate(ids), np.concatenate(kinds) if any(map(len, kinds)) else None, np.concatenate(lengths), truncated, skipped
+    )
+
+
+def joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
+    """The numbers of all `lists`, one after the other."""
+    import numpy as np
+
+    return np.fromiter(chain.from_iterable(lists), np.int32)
 
 
 def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -31,12 +31,18 @@ def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
             start += lines
             refuse_whole_object(path, "".join(start))
         found = read_objects(path, enumerate(chain(start, lines), number), bad_rows)
-    numbers, rows = [number for number, _ in found], [row for _, row in found]
-    table, non_strings = to_table(rows)
+    numbers: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, row in found:
+            numbers.append(number)
+            yield row
+
+    table, non_strings = to_table(rows())
     return Rows(table, Places(str(path), bad_rows.unit, numbers), bad_rows, non_strings)
 
 
-def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+def read_array(path: Path, text: str, bad_rows: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number from 1, row) of each object in one JSON array. Raises DataError if `text` is not valid JSON."""
     if invalid := INVALID_BYTE.search(text):
         line = text.count("\n", 0, invalid.start()) + 1
@@ -45,18 +51,15 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> list[tuple[int, dict
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {not_json(error)}") from error
-    found = []
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
-            found.append((number, row))
+            yield number, row
         else:
             bad_rows.add(number, not_an_object(row))
-    return found
 
 
-def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> list[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of each object of a file with one JSON object per line."""
-    found = []
     for number, line in lines:
         if not line.strip():
             continue
@@ -65,8 +68,7 @@ def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows
         elif isinstance(row := json_object(line), str):
             bad_rows.add(number, row)
         else:
-            found.append((number, row))
-    return found
+            yield number, row
 
 
 def refuse_whole_object(path: Path, text: str) -> None:
@@ -95,14 +97,19 @@ def not_an_object(row: Any) -> str:
     return f"is not an object with the columns as keys: {truncate(row)}"
 
 
-def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
     """(table, for columns with mixed types or objects: column -> row -> value that is not a string)."""
     import pyarrow as pa
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns: dict[str, list[Any]] = {}
+    for number, row in enumerate(rows):  # no list of the rows: for short ones it takes more memory than their values
+        for name in row:
+            if name not in columns:
+                columns[name] = [None] * number
+        for name, values in columns.items():
+            values.append(row.get(name))
     arrays, non_strings = [], {}
-    for name in names:
-        values = [row.get(name) for row in rows]
+    for name, values in columns.items():
         try:
             array = pa.array(values)
             if pa.types.is_floating(array.type) and bool in map(type, values):
@@ -115,7 +122,7 @@ def to_table(rows: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, 
             exact = False
         if not exact:
             non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
-    return pa.table(dict(zip(names, arrays, strict=True))), non_strings
+    return pa.table(dict(zip(columns, arrays, strict=True))), non_strings
 
 
 def json_text(value: Any) -> str:
