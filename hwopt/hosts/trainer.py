@@ -257,7 +257,7 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
             run.end_step(trainer.accelerator.optimizer_step_was_skipped)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **objects: Any) -> None:
-            if "train_runtime" in logs:
+            if "train_loss" in logs:  # only the last line has it; with include_num_input_tokens_seen all have train_runtime
                 run.listener.on_finish(run, {"step": state.global_step, **logs, "peak_memory_gib": peak_memory_gib(run.device)})
             else:
                 run.listener.on_log(run, {"step": state.global_step, **logs})

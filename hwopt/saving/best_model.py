@@ -18,7 +18,10 @@ Metrics = dict[str, float]
 
 
 class BestModel:
-    """Keeps the weights, and the plugins' state, of the best evaluation. Of equal values the first one counts."""
+    """Keeps the weights, and the plugins' state, of the best evaluation.
+
+    Of equal values the one with the lower loss counts, then the first.
+    """
 
     def __init__(self, run: SavableRun, writer: AsyncWriter, metric: str, greater_is_better: bool) -> None:
         self.run, self.writer, self.metric = run, writer, metric
@@ -57,6 +60,7 @@ class BestModel:
         self.evaluated, self.latest = self.run.step, metrics
         value = metrics[self.metric]
         better = self.value is None or not math.isfinite(self.value) or self.sign * value > self.sign * self.value
+        better = better or (value == self.value and loss_of(metrics) < loss_of(self.metrics))
         if self.value is not None and not (better and math.isfinite(value)):
             return False
         self.writer.wait()
@@ -86,6 +90,12 @@ class BestModel:
                 self.run.engine.restore(state["engine"]["parameters"])
                 restore_parts(self.plugin_state, state.get("ranks", [{}]), self.run)
         self.run.accelerator.wait_for_everyone()
+
+
+def loss_of(metrics: Metrics) -> float:
+    """The loss of an evaluation, which decides between equal values of its metric."""
+    loss = metrics.get("eval_loss")
+    return math.inf if loss is None else loss
 
 
 def best_metric(run: SavableRun) -> tuple[str, bool]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from hwopt.saving.best_model import BestModel
 from hwopt.saving.checkpointer import Checkpointer, load_buffers, persistent_buffers
 from hwopt.saving.reader import STATE
 
@@ -50,3 +53,14 @@ def test_buffers_are_restored_by_name() -> None:
     load_buffers(fresh, saved)
     assert torch.equal(fresh.running_mean, trained.running_mean)  # type: ignore[arg-type]
     assert int(fresh.num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
+def test_of_equal_metrics_the_lower_loss_is_the_best(tmp_path: Path) -> None:
+    run = MagicMock(step=0, folder=tmp_path, is_main=False)
+    best = BestModel(run, MagicMock(), "eval_f1", True)
+    kept = []
+    for run.step, (f1, loss) in enumerate([(0.5, 0.9), (0.5, 0.8), (0.5, 0.8), (0.4, 0.1), (0.6, 2.0), (0.6, math.nan)], 1):
+        if best.consider({"eval_f1": f1, "eval_loss": loss}):
+            kept.append(run.step)
+    assert kept == [1, 2, 5]
+    assert best.step == 5
