@@ -87,7 +87,7 @@ def timed(name: str, folder: Path) -> Timing:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=folder, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("tier: "):
+            if line.startswith("forecast: "):
                 tier = line.split(": ")[1]
             if not verdict and line.startswith(VERDICTS):
                 first, verdict = time.perf_counter() - started, line.partition(":")[0]

@@ -72,8 +72,10 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     name, (zero, device, file) = str(view.value("optim")), OFFLOADS
     asked = {word: view.value(word) not in (None, "none", False) for word in (zero, device)}
     asked[file] = re.search(r"offload(?!\w*param)", str(view.value(file)).lower()) is not None
-    offload = next((word for word, found in asked.items() if found), None)
     theirs = deepspeed_view(view)
+    if theirs is not None:  # the file itself, whatever its name
+        asked[file] = theirs.source.values.get("zero_optimization.offload_optimizer.device") not in (None, "none")
+    offload = next((word for word, found in asked.items() if found), None)
     if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
         what = f"{name} with {view.spelled(offload)} = {view.value(offload)}."
         why = "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of others."
