@@ -41,17 +41,17 @@ def job_vocab_size(job: Job) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def planned_config(job: Job, config: PretrainedConfig) -> PretrainedConfig:
-    """The config for planning, before any text is read: for a model with random weights a copy with a vocabulary.
+def planned_config(job: Job, config: PretrainedConfig, vocab_size: int | None = None) -> PretrainedConfig:
+    """The config for planning: for a model with random weights a copy with a vocabulary, as `Task.load_model` sets it.
 
-    `Task.load_model` sets the real size, and the ids of special tokens.
+    `vocab_size`: that of the tokenizer; None before any text is read.
     """
     if job.model.config is None:
         return config
     config = copy.deepcopy(config)
     has_vocabulary = hasattr(config.get_text_config(), "vocab_size")  # image models have none
-    if has_vocabulary and job.model.tokenizer is None and job_vocab_size(job) is None:
-        config.get_text_config().vocab_size = VOCABULARY
+    if has_vocabulary and job_vocab_size(job) is None and (vocab_size or job.model.tokenizer is None):
+        config.get_text_config().vocab_size = vocab_size or VOCABULARY
     drop_special_tokens(config)
     return config
 

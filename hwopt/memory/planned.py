@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hwopt.config.profile import Profile
+from hwopt.config.task_kinds import task_facts
+from hwopt.data.tokenizer_training import job_vocab_size
 from hwopt.errors import HwoptError
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
-from hwopt.memory.forecast.lengths import lengths_of, mean_length
+from hwopt.memory.forecast.lengths import lengths_of, mean_length, prepared_data
 from hwopt.memory.forecast.measured import with_measurement
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan, Replan
-from hwopt.planning.request import read_request
+from hwopt.planning.request import Request, model_of, read_request
 from hwopt.planning.resolve import resolve as resolve_plan
 from hwopt.planning.resolve import under_job
 from hwopt.plugin.registry import Registry
@@ -49,6 +51,7 @@ def resolve(
     """
     inputs, cache = inputs or Inputs(registry), cache or cache_folder()
     request = read_request(profile, job, assignments, hardware, memory_limit, world_size, inputs, cache)
+    request = with_vocabulary(request, cache)
     facts, job_file = request.model, request.job_file
 
     def settled(chosen: Profile) -> Plan:
@@ -78,6 +81,18 @@ def resolve(
         by_ratio = "this model's memory cannot be forecast: the sizes follow the ratio of the memories"
         plan, notes = settled(request.nearest), (*request.notes, by_ratio)
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def with_vocabulary(request: Request, cache: Path) -> Request:
+    """`request` with the facts of a model whose vocabulary is that of a tokenizer which the data or the job decide."""
+    job = under_job(request.profile, request.job_file)
+    if job.model.config is None or job_vocab_size(job) is not None or task_facts(job.task.kind).inputs != "tokens":
+        return request
+    try:
+        tokenizer = prepared_data(job, job.training.seed, request.model, cache).tokenizer
+        return replace(request, model=model_of(request.job_file, cache, len(tokenizer))[1])
+    except HwoptError:  # a plan may be made where the data are not
+        return request
 
 
 def chosen_before(plan: Plan, before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -74,8 +74,11 @@ def read_request(
     return Request(chosen, machine, job_file, facts, detect_software(), tuple(notes), nearest)
 
 
-def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
-    """(config, facts) of the job's model. Raises InputError for a model whose code is trusted and which the job does not name."""
+def model_of(job_file: JobFile, cache: Path, vocab_size: int | None = None) -> tuple[Any, ModelFacts]:
+    """(config, facts) of the job's model; `vocab_size` as in `planned_config`.
+
+    Raises InputError for a model whose code is trusted and which the job does not name.
+    """
     job = job_file.job
     model = job.model
     if others := [name for name in trusted_models() if name not in (model.name, model.tokenizer)]:
@@ -83,7 +86,7 @@ def model_of(job_file: JobFile, cache: Path) -> tuple[Any, ModelFacts]:
             f"--trust-remote-code {truncate(others[0])}: the job's model is {model.label!r}; name it, or leave it out"
         )
     with job_file.placing():
-        config = planned_config(job, load_config(model.name, model.config, model.revision))
+        config = planned_config(job, load_config(model.name, model.config, model.revision), vocab_size)
         return config, model_facts(config, task_facts(job.task.kind), model.label, cache / "models")
 
 

@@ -121,7 +121,7 @@ def dummy_model(run: Run, new_tokens: int) -> Any:
     from transformers.initialization import no_init_weights
 
     job = run.plan.job
-    config = with_head(planned_config(job, run.task.load_config(job)), run.task, run.prepared)
+    config = with_head(planned_config(job, run.task.load_config(job), run.plan.model.vocab_size), run.task, run.prepared)
     for part in (config, config.get_text_config()):
         part.use_cache = False
     text = config.get_text_config()

@@ -73,7 +73,7 @@ def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]])
 def trace_key(plan: Plan, width: int, head: Head) -> str:
     """Return the cache key: a hash of everything that a trace depends on."""
     model, training = plan.job.model, plan.training
-    config = planned_config(plan.job, load_config(model.name, model.config, model.revision))
+    config = planned_config(plan.job, load_config(model.name, model.config, model.revision), plan.model.vocab_size)
     decided = [
         [entry.name, entry.distribution, entry.decision, entry.options.model_dump(mode="json")]
         for entry in plan.entries

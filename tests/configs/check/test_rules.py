@@ -121,7 +121,6 @@ def test_deepspeed_file_beside_the_arguments_is_read(tmp_path: Path) -> None:
     assert found.what == "optimizer is lion_8bit, and the DeepSpeed configuration has optimizer.type = AdamW."
     assert found.why == "DeepSpeed's is taken; optimizer has no effect."
 
-
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     (found,) = [each for each in check_file(path, Given(card="A100"), INPUTS).findings if each.rule == "states-offload"]
     assert found.what == "lion_8bit with deepspeed = ds.json."
