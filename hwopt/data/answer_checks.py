@@ -127,7 +127,7 @@ THOUGHTS_IN_CONTENT = "thoughts before </think> in the content"
 BESIDE_CALLS = "content beside tool calls"
 CALLS = "tool calls"
 """Conversations whose answers lack these are refused. The name of a function alone does not tell: "f" is in <end_of_turn>."""
-Written = tuple[str, list[tuple[int, int]]]  # (text of messages, spans of the answers in it as far as markers say them)
+Rendered = tuple[str, list[tuple[int, int]]]  # (text of messages, spans of the answers in it as far as markers say them)
 SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
 
@@ -196,7 +196,7 @@ def advice(kind: str) -> str:
     return "Remove them from the data, or give a template that writes them (data.chat_template)"
 
 
-def takes_json(write: Callable[[list[Message], Mapping[str, Any]], Written]) -> bool:
+def takes_json(write: Callable[[list[Message], Mapping[str, Any]], Rendered]) -> bool:
     """Whether the template with which `write` writes joins the arguments of a tool call to a text, as DeepSeek's.
 
     It needs their JSON text then. Of an object, jinja makes an error, or the template writes what Python prints.

@@ -227,7 +227,7 @@ class ChatTemplate:
 
         template = self.replaced or self.tokenizer.get_chat_template(tools=words.get("tools"))
 
-        def write(messages: list[Message], words: Words) -> checks.Written:
+        def write(messages: list[Message], words: Words) -> checks.Rendered:
             options = {**self.tokenizer.special_tokens_map, **words, "return_assistant_tokens_mask": True}
             rendered: Any = render_jinja_template([messages], chat_template=template, **options)
             (text,), (spans,) = rendered
@@ -270,15 +270,15 @@ class ChatTemplate:
         """The text of `messages`. Raises BadConversation."""
         template = words.get("chat_template") or self.tokenizer.get_chat_template(tools=words.get("tools"))
 
-        def write(messages: list[Message], words: Words) -> checks.Written:
+        def write(messages: list[Message], words: Words) -> checks.Rendered:
             options = {**words, "chat_template": template, "tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self.tokenizer.apply_chat_template(messages, **options)), []
 
         return self.written(template, write, messages, words)[0]
 
     def written(
-        self, template: str, write: Callable[[list[Message], Words], checks.Written], messages: list[Message], words: Words
-    ) -> checks.Written:
+        self, template: str, write: Callable[[list[Message], Words], checks.Rendered], messages: list[Message], words: Words
+    ) -> checks.Rendered:
         """What `write` makes of `messages`, with arguments of calls as `template` takes them. Raises BadConversation."""
         if any(message.get("tool_calls") for message in messages):
             if template not in self.json_calls:

@@ -27,7 +27,7 @@ KERNELS = {
 PRODUCTS = {"bf16": "c10::BFloat16", "fp16": "c10::Half"}
 """Argument -> the dtype of the matrix products that it asks for, as torch's profiler names it."""
 
-Finding = tuple[str, str, str]
+EvidenceLine = tuple[str, str, str]
 """(what, status, what was seen). Status: "active", "inactive", "off" if nobody asks for it, "unknown"."""
 
 
@@ -39,7 +39,7 @@ class Evidence(TrainerCallback):
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
-        self.found: list[Finding] = []
+        self.found: list[EvidenceLine] = []
         self.run = SimpleNamespace(inner_model=None, observation=Observation())
         self._observing: ExitStack | None = None
 
@@ -71,29 +71,29 @@ class Evidence(TrainerCallback):
             self._observing = None
 
 
-def finding(what: str, asked: object, ran: object, seen: str) -> Finding:
+def line(what: str, asked: object, ran: object, seen: str) -> EvidenceLine:
     """`ran`: None if that is not known."""
     return what, "off" if not asked else "unknown" if ran is None else "active" if ran else "inactive", seen
 
 
-def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[Finding]:
+def findings(args: Any, model: Any, optimizer: Any, seen: Observation) -> Iterator[EvidenceLine]:
     """What the first step shows of each optimization. "inactive": the arguments or the model ask for it, and it did not run."""
     yield from (attention(model, seen), precision(args, seen), updates(args, optimizer, seen), checkpointing(args, seen))
     asked, graphs = getattr(args, "torch_compile", False), seen.calls("CompiledFxGraph", "Torch-Compiled Region")
     compiled = sum(each._compiled_call_impl is not None for each in model.modules())
     said = f"torch_compile = {asked}; {compiled} compiled module(s), {graphs} call(s) of compiled graphs"
-    yield finding("compile", asked, graphs, said)
+    yield line("compile", asked, graphs, said)
     if getattr(args, "tf32", None) is not None:
         matmul = torch.backends.cuda.matmul.fp32_precision
         said = f"matmul {matmul}, {seen.matmul_dtypes.get('float', 0)} matmuls in fp32"
-        yield finding("tf32", True, matmul == "tf32" or not args.tf32, said)
+        yield line("tf32", True, matmul == "tf32" or not args.tf32, said)
     if getattr(args, "use_liger_kernel", False):
         places = ((each, type(each).__module__ + getattr(each.forward, "__module__", "")) for each in model.modules())
         own = sorted({type(each).__name__ for each, place in places if "liger_kernel" in place})
-        yield finding("use_liger_kernel", True, own, f"modules of Liger: {listing(own) or 'none'}")
+        yield line("use_liger_kernel", True, own, f"modules of Liger: {listing(own) or 'none'}")
 
 
-def attention(model: Any, seen: Observation) -> Finding:
+def attention(model: Any, seen: Observation) -> EvidenceLine:
     asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
     calls: dict[str, int] = {}
     for name, count in seen.operators.items():
@@ -102,29 +102,29 @@ def attention(model: Any, seen: Observation) -> Finding:
             calls[kernel] = max(count, calls.get(kernel, 0))
     ran = ", ".join(f"{kernel} {count}" for kernel, count in calls.items()) or "no attention kernel"
     known = calls if seen.operators else None
-    return finding("attention", asked not in (None, "eager"), known, f"attn_implementation {asked}; {ran}")
+    return line("attention", asked not in (None, "eager"), known, f"attn_implementation {asked}; {ran}")
 
 
-def precision(args: Any, seen: Observation) -> Finding:
+def precision(args: Any, seen: Observation) -> EvidenceLine:
     wanted = next((word for word in PRODUCTS if getattr(args, word, False)), None)
     shown = ", ".join(f"{count} {name.removeprefix('c10::')}" for name, count in sorted(seen.matmul_dtypes.items())) or "none"
     said = f"{wanted or 'fp32'} asked; matmuls: {shown}"
     if wanted is None or not seen.matmul_dtypes:
-        return finding("precision", wanted, None, said)
+        return line("precision", wanted, None, said)
     if others := [name for name, dtypes in seen.linear_dtypes.items() if dtypes - {PRODUCTS[wanted]}]:
         said += f"; in another dtype: {listing(others)}"
-    return finding("precision", True, not others and seen.matmul_dtypes.get(PRODUCTS[wanted], 0), said)
+    return line("precision", True, not others and seen.matmul_dtypes.get(PRODUCTS[wanted], 0), said)
 
 
-def updates(args: Any, optimizer: Any, seen: Observation) -> Finding:
+def updates(args: Any, optimizer: Any, seen: Observation) -> EvidenceLine:
     asked = getattr(args.optim, "value", args.optim)
     fused = seen.calls("_fused_adam", "_fused_sgd", "_fused_adagrad")
     said = f"optim {asked}: {type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}, {fused} fused update(s)"
     wrong = ("fused" in asked and not fused) or ("8bit" in asked and "torch." in type(optimizer).__module__)
-    return finding("optimizer", True, not wrong, said)
+    return line("optimizer", True, not wrong, said)
 
 
-def checkpointing(args: Any, seen: Observation) -> Finding:
+def checkpointing(args: Any, seen: Observation) -> EvidenceLine:
     """The modules inside a layer that is recomputed are called twice for each call of the model."""
     asked = getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False)
     calls = seen.forward_calls
@@ -133,6 +133,6 @@ def checkpointing(args: Any, seen: Observation) -> Finding:
     most = {layer: max(count for name, count in calls.items() if f"{name}.".startswith(f"{layer}.")) for layer in layers}
     once = [layer for layer in layers if most[layer] <= calls.get("", 0)]
     if not layers:
-        return finding("checkpointing", asked, None, "the layers were not counted")
+        return line("checkpointing", asked, None, "the layers were not counted")
     said = f"{len(layers) - len(once)} of {len(layers)} layers recomputed"
-    return finding("checkpointing", asked, not once, f"{said}; not {listing(once)}" if asked and once else said)
+    return line("checkpointing", asked, not once, f"{said}; not {listing(once)}" if asked and once else said)

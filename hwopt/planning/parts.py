@@ -15,7 +15,7 @@ from hwopt.text import truncate
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenRecipe:
     """What the plugins of a plan wrote. It is written once, and every later check reads this record of it."""
 
     entries: tuple[PluginDecision, ...]
@@ -24,7 +24,7 @@ class Written:
     """One for each plugin that still writes something."""
 
 
-def write(entries: tuple[PluginDecision, ...], context: Context) -> Written:
+def write(entries: tuple[PluginDecision, ...], context: Context) -> WrittenRecipe:
     """The recipe, written by the plugins of `entries` that can stay.
 
     Skips plugins that write what the training loop lacks (`context.lacking`), then plugins that yield to another one
@@ -38,7 +38,7 @@ def write(entries: tuple[PluginDecision, ...], context: Context) -> Written:
     if why := yielding(parts, context.chosen):
         left = (replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in supported)
         return write(tuple(left), context)
-    return Written(marked, recipe, parts)
+    return WrittenRecipe(marked, recipe, parts)
 
 
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:

@@ -1,6 +1,6 @@
 """What makes a plan impossible: conflicts between plugins, a job that its parts cannot train, and skips under `--strict`.
 
-The checks run on one record of what each plugin wrote (`Written`). One error lists all conflicts, each with both lines of the
+The checks run on one record of what each plugin wrote (`WrittenRecipe`). One error lists all conflicts, each with both lines of the
 profile. docs/conflicts.md lists the conflicts of the built-in plugins.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision
-from hwopt.planning.parts import Part, Written, applied, declared
+from hwopt.planning.parts import Part, WrittenRecipe, applied, declared
 from hwopt.planning.plan import Plan
 from hwopt.plugin import CAPABILITIES
 
 
-def refuse(plan: Plan, written: Written) -> None:
+def refuse(plan: Plan, written: WrittenRecipe) -> None:
     """Raise PluginError or InputError if plugins of the plan contradict each other or cannot train its job."""
     refuse_conflicts(written)
     refuse_replaced_loss(plan, written.parts)
@@ -24,7 +24,7 @@ def refuse(plan: Plan, written: Written) -> None:
     refuse_split_router_loss(plan, written.parts)
 
 
-def refuse_conflicts(written: Written) -> None:
+def refuse_conflicts(written: WrittenRecipe) -> None:
     """Raise PluginError with all pairs of plugins that cannot be used together, and all missing required plugins."""
     problems = Problems()
     entries, parts, collisions = written.entries, written.parts, written.recipe.collisions

@@ -59,7 +59,7 @@ ONE_CARD = replace(TWO_CARDS, world_size=1)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFields:
     """The recipe fields that a plugin writes with its default options; `fields` is None if they are unknown."""
 
     fields: tuple[str, ...] | None
@@ -69,7 +69,7 @@ class Written:
     """The same as slots, lists, events and keys of settings ("batch['train']")."""
 
 
-def written_by(plugin_class: type[Plugin], who: str, lacking: Mapping[str, str] | None = None) -> Written:
+def written_by(plugin_class: type[Plugin], who: str, lacking: Mapping[str, str] | None = None) -> WrittenFields:
     """What `plugin_class` writes on two cards of compute capability 9.0, or on one if two are too many for it.
 
     Counts all options that `probe` offers. `lacking`: what the training loop has no place for, as in `Context`.
@@ -83,14 +83,14 @@ def written_by(plugin_class: type[Plugin], who: str, lacking: Mapping[str, str] 
             options = plugin_class.Options()
         except ValidationError as error:
             missing = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
-            return Written(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
+            return WrittenFields(None, f"depends on its options, and {missing or 'one of them'} has no default; {see}")
         decisions = [plugin_class(options).probe(context) for context in contexts]
         applied = [pair for pair in zip(decisions, contexts, strict=True) if pair[0].kind != "skip"]
     if not applied:
-        return Written(None, f"skipped on two cards of compute capability 9.0: {decisions[0].reason}; {see}")
+        return WrittenFields(None, f"skipped on two cards of compute capability 9.0: {decisions[0].reason}; {see}")
     decision, context = applied[0]
     recipe = Recipe()
     with recipe.written_by(who), plugin_guard(who, "apply()"):
         for each in decision.options or (options,):
             plugin_class(each).apply(recipe, context)
-    return Written(recipe.fields_of(who), keys=tuple(recipe.written_by_author(who)))
+    return WrittenFields(recipe.fields_of(who), keys=tuple(recipe.written_by_author(who)))

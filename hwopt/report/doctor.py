@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from hwopt.hardware.doctor import Finding
+from hwopt.hardware.doctor import CheckResult
 from hwopt.report.sheet import Sheet
 from hwopt.report.terminal import LEAST, say, show_problem, show_sheet
 from hwopt.text import printable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def show_findings(console: Console, findings: Mapping[str, Finding]) -> None:
+def show_findings(console: Console, findings: Mapping[str, CheckResult]) -> None:
     """Print one line for each finding, a second one with its fix, and the numbers of problems and warnings."""
     width = max(map(len, findings))
     for check, finding in findings.items():

@@ -15,7 +15,7 @@ import torch
 
 from hwopt.hardware import doctor
 from hwopt.hardware.device import GIB
-from hwopt.hardware.doctor import Finding, check_import, checks, examine
+from hwopt.hardware.doctor import CheckResult, check_import, checks, examine
 from hwopt.hardware.torch_build import Driver, NvidiaCard
 
 T4 = Driver("580.65", (13, 0), (NvidiaCard("Tesla T4", (7, 5)),))
@@ -251,10 +251,10 @@ def test_notebook_service_without_its_gpu_is_a_problem(
 
 
 def test_check_that_raises_is_a_warning_and_hides_no_other() -> None:
-    def broken() -> Finding:
+    def broken() -> CheckResult:
         raise RuntimeError("odd machine")
 
-    found = examine({"broken thing": broken, "x": lambda: Finding("ok", "fine")})
+    found = examine({"broken thing": broken, "x": lambda: CheckResult("ok", "fine")})
     assert {check: each.status for check, each in found.items()} == {"broken thing": "warning", "x": "ok"}
     assert "RuntimeError: odd machine" in found["broken thing"].text
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hwopt.errors import PluginError
 from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
-from hwopt.plugin.written import Written, written_by
+from hwopt.plugin.written import WrittenFields, written_by
 
 
 class Base(Plugin):
@@ -42,7 +42,7 @@ class Broken(Base):
 
 
 def test_lists_and_events_count_without_a_declaration() -> None:
-    assert written_by(Base, "plugin 'mine'") == Written(("model_steps", "events"))
+    assert written_by(Base, "plugin 'mine'") == WrittenFields(("model_steps", "events"))
 
 
 @pytest.mark.parametrize(
