@@ -1,7 +1,7 @@
 """What makes a plan impossible: conflicts between plugins, a job that its parts cannot train, and skips under `--strict`.
 
-The checks run on one record of what each plugin wrote (`WrittenRecipe`). One error lists all conflicts, each with both lines of the
-profile. docs/conflicts.md lists the conflicts of the built-in plugins.
+The checks run on one record of what each plugin wrote (`WrittenRecipe`). One error lists all conflicts, each with both lines
+of the profile. docs/conflicts.md lists the conflicts of the built-in plugins.
 """
 
 from __future__ import annotations
