@@ -1,7 +1,8 @@
 """Check a machine for what stops a fine-tuning or slows it: driver, torch, libraries, shared memory, other processes, disks.
 
 A check is a function that returns a CheckResult: what is fine, or a warning or a problem with its fix. To add one, write the
-function and add it to `checks`. Its inputs are parameters with the machine's values as defaults, so that a test can make the cause.
+function and add it to `checks`. Its inputs are parameters with the machine's values as defaults, so that a test can make the
+cause.
 """
 
 from __future__ import annotations
