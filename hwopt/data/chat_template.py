@@ -102,6 +102,11 @@ class ChatTemplate:
         return None if self._has_markers else training_template(self.tokenizer)
 
     @property
+    def writes_date(self) -> bool:
+        """Whether a template that training uses can write the date of today, as those of gpt-oss and Llama 3.2."""
+        return "strftime_now" in f"{self.tokenizer.chat_template}{self.replaced}"
+
+    @property
     def note(self) -> str:
         """Says which template writes the conversations, and how the answers are found."""
         if self.replaced is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +14,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import advice, split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations
-from hwopt.data.sources.columns import LONG_TEXT, holds_messages, mean_length, preferences, text_of
+from hwopt.data.sources.columns import COLUMN_KEYS, LONG_TEXT, holds_messages, mean_length, text_of, unusable
 from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
 from hwopt.data.sources.messages import BadConversation
 from hwopt.data.sources.rows import Rows
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hwopt.tasks.metrics import LossMetrics
-
-COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
-"""What names the columns of a file, for a message about a file without them."""
 
 KEYS = ("prompt", "completion", "messages", "blocks", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
 """Keys of [data] that only this and some other tasks read."""
@@ -77,7 +75,7 @@ class CausalLM(Task):
     def recognise(cls, table: pa.Table, chosen: bool) -> Recognised | str:
         """Conversations, prompts with completions, or a text."""
         names = table.column_names
-        if reason := preferences(table):
+        if reason := unusable(table):
             return reason
         found = [*recognised(table)]
         if "input" in names:  # a text beside Alpaca's columns has both, and the prompt would be trained too
@@ -143,7 +141,7 @@ class CausalLM(Task):
         encode: Callable[[], Encoding]
         if is_chat(samples):
             template = template_of(trained)
-            settings = ["conversations", limit.max_length, template.turns, template.replaced or tokenizer.chat_template]
+            settings = ["conversations", limit.max_length, template.turns, template.replaced, tokenizer.chat_template]
             content = [[conversation.key for conversation in texts[0]]]
             encode = partial(encode_chat, samples, template, limit)
         elif len(texts) == 2:
@@ -174,6 +172,10 @@ class CausalLM(Task):
         names = trained.tokenizer.convert_ids_to_tokens
         prompted = parts["train"].columns[0][0].prompt
         found = [*note, "chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
+        if days := {day for store in prepared.stores if (day := store.meta.get("day"))}:
+            found.append(
+                f"chat template: writes the date; the tokens, also those of the cache, keep that of {listing(sorted(days))}"
+            )
         if prepared.chat_tokens.new:
             listed = ", ".join(names(prepared.chat_tokens.new))
             found.append(f"tokenizer: {listed} added; the model gets new embeddings for them, which are trained")
@@ -247,7 +249,7 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) ->
             unwritten.setdefault(kind, [0, sample])[0] += 1
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
-    return found.encoding(unwritten=unwritten)
+    return found.encoding(unwritten=unwritten, day=str(date.today()) if template.writes_date else None)
 
 
 def other_kinds(parts: Mapping[str, Samples]) -> list[str]:

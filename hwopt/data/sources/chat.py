@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 ALPACA = ("instruction", "output")
 MESSAGES_TEXT = r"""^\s*\[?\s*\{(?:\s*["'](?:role|from|content|value)["']|[^{}]*["'](?:role|from)["'])\s*:"""
 """How a message or a list of messages begins as JSON text, or as Python prints it."""
-EXTRAS = ("input", "history", "tools", "functions", "system", "chat_template_kwargs")
+EXTRAS = ("tools", "functions", "system", "chat_template_kwargs")
 """Columns that are read beside those of the conversations."""
+ALPACA_EXTRAS = ("input", "history")
+"""Columns that are read beside those of Alpaca, too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def read_conversations(rows: Rows, columns: Sequence[str], answers: bool = True)
     from hwopt.data.sources.tables import find_column
 
     values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    extras = [name for name in EXTRAS if name in rows.table.column_names]
+    extras = [name for name in (*EXTRAS, *ALPACA_EXTRAS) if name in rows.table.column_names]
     values |= {name: values_of(rows.table[name], name, rows) for name in extras}
     found: list[Conversation | None] = []
     for row in range(rows.table.num_rows):
@@ -86,7 +88,7 @@ def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
     """The conversation up to the answer to generate. Raises BadConversation if nothing comes before it."""
     if column == ALPACA[0] and not is_messages(cells[column]):
         messages = alpaca_messages({**cells, "output": "-"}, ALPACA)[:-1]
-        return Conversation(messages, switches=switches_of(cells))
+        return Conversation(messages, tools_of(cells), switches=switches_of(cells))
     found = listed_messages(cells, column)
     messages = found.messages[:-1] if found.messages[-1]["role"] == "assistant" else found.messages
     if not messages:
@@ -104,7 +106,7 @@ def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Convers
     """The conversation in the cells of one row. Raises BadConversation."""
     if len(columns) == 2:
         if tuple(columns) == ALPACA and not is_messages(cells[columns[0]]):
-            return Conversation(alpaca_messages(cells, columns), switches=switches_of(cells))
+            return Conversation(alpaca_messages(cells, columns), tools_of(cells), switches=switches_of(cells))
         return prompted_messages(cells, columns)
     found = listed_messages(cells, columns[0])
     if not any(message["role"] == "assistant" for message in found.messages):

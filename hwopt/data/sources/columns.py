@@ -23,10 +23,15 @@ PAIRS = (
 )
 PROMPTS = (
     *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
-    *(("question", "answer"), ("input", "output"), ("source", "target")),
+    *(("question", "answer"), ("input", "output"), ("source", "target"), ("query", "response"), ("question", "response")),
 )
-PREFERENCES = (("chosen", "rejected"), ("chosen_response", "rejected_response"))  # columns of pairs of a good and a bad answer
+PREFERENCES = (  # columns of pairs of a good and a bad answer; the last ones are OpenAI's
+    *(("chosen", "rejected"), ("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output")),
+)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TEXTS = ("text", "sentence", "content", "review", "document", "body")
+COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
+"""What names the columns of a file, for a message about a file without them."""
 LONG_TEXT = 6_000  # Letters. Longer texts, on average, are books or articles rather than samples.
 MOST_CLASSES = 100  # A column with more values is not a label, unless its name says so
 ROWS_A_CLASS = 4  # A label's values have so many rows on average, unless its name says so
@@ -104,6 +109,21 @@ def preferences(table: pa.Table) -> str | None:
         "trainer of TRL in a script of your own, with hwopt.optimized(DPOTrainer, PROFILE): docs/your-script.md. To train "
         "good answers alone, name their column in data.messages, or prompts and answers in data.prompt and data.completion"
     )
+
+
+def unusable(table: pa.Table) -> str | None:
+    """Why the model would learn wrong answers from `table`, unless the job names its columns; None for usable data."""
+    found = next((name for name in MEDIA if name in table.column_names and is_filled(table, name)), None)
+    return preferences(table) or (
+        found
+        and f"column {found!r} belongs to samples with more than text, and the model would learn answers about what it does not "
+        f"see. To train the text alone, name its columns in {COLUMN_KEYS}"
+    )
+
+
+def is_filled(table: pa.Table, name: str) -> bool:
+    """Whether a cell of the column holds something."""
+    return any(cell.as_py() not in (None, "", "[]", []) for cell in table[name])
 
 
 def is_text(table: pa.Table, name: str) -> bool:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from hwopt.data.sources.chat import ALPACA
-from hwopt.data.sources.columns import PROMPTS, holds_messages, is_text, preferences
+from hwopt.data.sources.chat import ALPACA, ALPACA_EXTRAS, EXTRAS
+from hwopt.data.sources.columns import PROMPTS, holds_messages, is_text, unusable
 from hwopt.errors import DataError
 from hwopt.text import listing
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hwopt.config.job import Data
 
 MESSAGES = ("messages", "conversations")  # the names of columns with conversations
-BESIDE = ("context", "input", "system", "history", "tools", "functions")
-MEDIA = ("images", "image", "videos", "audios")  # columns that other tools read beside those of prompts, or of conversations
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Layout:
     """Conversations whose answers are trained; prompts with completions, as messages or as texts; texts."""
     columns: tuple[str, ...]
     unread: tuple[Layout, ...] = ()  # other columns that could be read instead
-    beside: tuple[str, ...] = ()  # columns that belong to these samples in the data of other tools, and are not read
+    beside: tuple[str, ...] = ()  # further columns that are not read
 
     @property
     def chat(self) -> bool:
@@ -55,9 +53,9 @@ class Layout:
             verb = "are" if len(self.columns) > 1 else "is"
             notes.append(f"the table holds samples in several columns: {own} {verb} read. To read others instead: {others}")
         if self.beside:
-            what = "hwopt trains on text" if self.chat else "put it into the prompt if it belongs there"
+            verb = "are" if len(self.beside) > 1 else "is"
             notes.append(
-                f"{listing(list(map(repr, self.beside)))} beside {own} {'are' if len(self.beside) > 1 else 'is'} not read: {what}"
+                f"{listing(list(map(repr, self.beside)))} beside {own} {verb} not read: put what the model needs into {own}"
             )
         return "; ".join(notes)
 
@@ -68,9 +66,11 @@ def layout_of(table: pa.Table, data: Data, answers: bool = True) -> Layout:
 
 
 def with_beside(layout: Layout, names: Sequence[str]) -> Layout:
-    """`layout` with those of the columns `names` that belong to it and are not read."""
-    known = () if layout.kind == "texts" else MEDIA if layout.chat else (*BESIDE, *MEDIA)
-    return replace(layout, beside=tuple(name for name in known if name in names and name not in layout.columns))
+    """`layout` with those of the columns `names` that are not read, and that no other layout has."""
+    extras = () if not layout.chat else (*EXTRAS, *ALPACA_EXTRAS) if layout.columns == ALPACA else EXTRAS
+    others = {column for each in layout.unread for column in (*each.columns, *ALPACA_EXTRAS * (each.columns == ALPACA))}
+    known = {*layout.columns, *extras, *others}
+    return replace(layout, beside=tuple(name for name in names if name not in known))
 
 
 def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
@@ -86,7 +86,7 @@ def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
     texts = Layout("texts", tuple(data.text))
     if "text" in data.model_fields_set and set(data.text) <= set(names):
         return texts
-    if answers and (reason := preferences(table)):
+    if answers and (reason := unusable(table)):
         raise DataError(reason)
     found = [*recognised(table)] or [*recognised(table, answers)] or [texts]
     if (

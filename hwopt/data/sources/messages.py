@@ -21,8 +21,9 @@ SHAREGPT_ROLES = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMER_ROLES = {"function": "tool"}  # OpenAI's former name of a role -> its name
 CALLS = "function_call"  # the speaker of a tool call in ShareGPT's format, and the former key for one in OpenAI's
-TRAIN_MARKS = ("weight", "train", "training", "loss")
-"""Keys of a message that say whether it is trained: OpenAI's (0 or 1), those of axolotl, and that of ms-swift."""
+AXOLOTL_MARKS = ("train", "training")  # axolotl trains a question with this mark; OpenAI and ms-swift mark answers alone
+TRAIN_MARKS = ("weight", "loss", *AXOLOTL_MARKS)
+"""Keys of a message that say whether it is trained: OpenAI's (0 or 1), that of ms-swift, and those of axolotl."""
 
 
 class BadConversation(Exception):
@@ -77,8 +78,8 @@ def message_of(value: Any, number: int) -> Message:
         keys = listing([repr(key) for key in message if key != "role"]) or "no other key"
         raise BadConversation(f"message {number} ({role}) has no 'content'; beside its role it has {keys}")
     if isinstance(content, list):  # parts, as in multimodal data
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise BadConversation(f"message {number} has parts that are not text; hwopt trains on text")
+        if other := [part for part in content if not (isinstance(part, dict) and part.get("type") == "text")]:
+            raise BadConversation(f"message {number} has a part that is not text: {truncate(other[0])}; hwopt trains on text")
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
@@ -90,6 +91,8 @@ def message_of(value: Any, number: int) -> Message:
         if name in message:
             if (mark := message.pop(name)) not in (0, 1):
                 raise BadConversation(f"message {number}: {name} is {truncate(mark)}; expected 0, 1, true or false")
+            if mark and role != "assistant" and name in AXOLOTL_MARKS:
+                raise BadConversation(f"message {number} ({role}) is marked with {name!r}; hwopt trains answers only")
             message["weight"] = bool(mark)
     return {**message, "content": content}
 

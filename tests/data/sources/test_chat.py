@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -262,8 +263,9 @@ def test_former_role_of_tool_results_is_read() -> None:
     assert conversation_of({"messages": messages}, ("messages",)).messages[2] == {"role": "tool", "name": "f", "content": "3"}
 
 
-def test_alpaca_input_is_part_of_the_question() -> None:
-    cells = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+def test_alpaca_input_is_part_of_the_question_and_its_tools_are_read() -> None:
+    cells = {"instruction": "Add.", "input": "2 and 2", "output": "4", "tools": json.dumps([CALL])}
+    assert conversation_of(cells, ("instruction", "output")).tools == [CALL]
     assert conversation_of(cells, ("instruction", "output")).messages == [
         {"role": "user", "content": "Add.\n2 and 2"},
         {"role": "assistant", "content": "4"},
@@ -294,11 +296,12 @@ def test_alpaca_history_of_another_form_is_refused(history: Any) -> None:
         ([{"role": "user", "content": "x"}], "has no message of the assistant"),
         ([{"role": "user", "content": ""}, MESSAGES[1]], r"message 1 \(user\) is empty"),
         ([{"role": "user", "content": 3}, MESSAGES[1]], "content that is not text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "parts that are not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]], "message 1 has a part that is not text: {'type'"),
         (["hello"], "message 1 is not an object"),
         ([MESSAGES[0], {"from": "function_call", "value": '{"name": "add", "arguments": "{"}'}], "message 2.* not valid JSON"),
         ([MESSAGES[0], {**MESSAGES[1], "weight": 0.5}], "message 2: weight is 0.5; expected 0, 1, true or false"),
         ([MESSAGES[0], {**MESSAGES[1], "train_detail": [{"train": False}]}], "message 2 has 'train_detail', which trains parts"),
+        ([{**MESSAGES[0], "train": True}, MESSAGES[1]], r"message 1 \(user\) is marked with 'train'; hwopt trains answers only"),
         ([MESSAGES[0], {**MESSAGES[1], "train": False}], "marks every message of the assistant as not to be trained"),
     ],
 )
@@ -351,12 +354,25 @@ def test_answer_that_the_data_marks_as_not_to_be_trained_is_not(
     mark: dict[str, Any], template: str, turns: Any, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = template
-    cells = {"messages": [MESSAGES[0], {**MESSAGES[1], **mark}, MESSAGES[2], {**MESSAGES[3], "weight": 1}]}
+    cells = {"messages": [{**MESSAGES[0], "weight": 1}, {**MESSAGES[1], **mark}, MESSAGES[2], {**MESSAGES[3], "weight": 1}]}
     found = conversation_of(cells, ("messages",))
     assert found.messages == MESSAGES
     tokens, mask = ChatTemplate(tokenizer, turns).encode(found)
     answers = [token for token, answer in zip(tokens, mask, strict=True) if answer]
     assert tokenizer.decode(answers).strip() == "4<|im_end|>"
+
+
+def test_date_that_the_template_writes_is_named_with_that_of_cached_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y') }}" + CHATML)
+    job = job_of([{"messages": MESSAGES}] * 4, tmp_path, chat_template=str(template))
+    monkeypatch.setattr("hwopt.tasks.causal_lm.date", SimpleNamespace(today=lambda: "2026-01-02"))
+    first = prepared_of(job, tmp_path).notes
+    monkeypatch.setattr("hwopt.tasks.causal_lm.date", SimpleNamespace(today=lambda: "2027-03-04"))
+    assert prepared_of(job, tmp_path).notes == first
+    assert first[1].endswith("keep that of 2026-01-02")
 
 
 def test_max_length_counts_the_last_label_as_trl(tmp_path: Path) -> None:

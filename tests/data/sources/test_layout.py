@@ -136,16 +136,30 @@ def test_column_that_is_not_read_is_named_at_the_start_of_a_run_and_by_init(tmp_
     [
         (
             {"instruction": "ask?", "context": "c", "response": "yes"},
-            "'context' beside 'instruction', 'response' is not read: put",
+            "'context' beside 'instruction', 'response' is not read: put what the model needs into 'instruction', 'response'",
         ),
-        ({"prompt": "ask? ", "completion": "yes", "system": "s"}, "'system' beside 'prompt', 'completion' is not read: put it"),
-        ({"messages": CHAT, "images": ["a.png"]}, "'images' beside 'messages' is not read: hwopt trains on text"),
+        ({"prompt": "ask? ", "completion": "yes", "system": "s"}, "'system' beside 'prompt', 'completion' is not read: put"),
+        ({"query": "ask? ", "response": "yes", "history": []}, "'history' beside 'query', 'response' is not read: put"),
+        ({"instruction": "ask?", "input": "", "output": "yes", "system_prompt": "s"}, "'system_prompt' beside 'instruction'"),
+        ({"messages": CHAT, "system": "s", "images": [], "id": 1}, "'images', 'id' beside 'messages' are not read: put"),
+        ({"text": "all of it", "id": 1}, "'id' beside 'text' is not read: put"),
     ],
 )
 def test_columns_that_belong_to_the_samples_and_are_not_read_are_named(row: dict[str, Any], note: str, tmp_path: Path) -> None:
     found = prepared(write_jsonl(tmp_path / "a.jsonl", [row] * 4), tmp_path)
     assert note in found.notes[0]
-    assert note in str(CausalLM.recognise(to_table([row] * 4)[0], False))
+    assert "text" in row or note in str(CausalLM.recognise(to_table([row] * 4)[0], False))
+
+
+@pytest.mark.parametrize("name", ["image", "videos"])
+@pytest.mark.parametrize("column", ["messages", "text"])
+def test_samples_with_more_than_text_are_refused_unless_the_job_names_the_text(name: str, column: str, tmp_path: Path) -> None:
+    rows = [{column: ROW[column], name: media} for media in (None, ["a.png"])]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=f"column '{name}' belongs to samples with more than text"):
+        prepared(source, tmp_path)
+    assert f"column '{name}'" in str(CausalLM.recognise(to_table(rows)[0], True))
+    assert len(prepared(source, tmp_path, **{column: column}).train) == 2
 
 
 def test_evaluation_data_of_another_kind_is_named(tmp_path: Path) -> None:
