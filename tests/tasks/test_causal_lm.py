@@ -101,15 +101,24 @@ def test_samples_are_those_of_trl(tmp_path: Path, rows: list[dict[str, Any]], te
     _, _, prepared = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, config, 1024, max_length=most, **chat)
     loaded = load_config(None, config)
     loaded.vocab_size = len(prepared.tokenizer)
-    off: Any = {SWITCH: False}
-    answers: Any = {"assistant_only_loss": chat and "messages" in rows[0]}
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_config(loaded),
-        SFTConfig(str(tmp_path / "trl"), max_length=most, use_cpu=True, bf16=False, report_to=[], **off, **answers),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=prepared.tokenizer,
-    )
-    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(len(rows))])
+    options: Any = {SWITCH: False, "assistant_only_loss": chat and "messages" in rows[0], "max_length": most}
+
+    def batch_of(**packing: Any) -> Any:
+        trainer = SFTTrainer(
+            AutoModelForCausalLM.from_config(loaded),
+            SFTConfig(str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to=[], **options, **packing),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=prepared.tokenizer,
+        )
+        return trainer.data_collator(list(trainer.train_dataset))
+
+    packed = batch_of(packing=True)
+    begins = np.flatnonzero(packed["position_ids"].flatten() == 0)[1:]
+    documents = zip(*(np.split(packed[key].numpy().flatten(), begins) for key in ("input_ids", "labels")), strict=True)
+    found = [(tokens[:-1].tolist(), labels[1:].tolist()) for tokens, labels in documents]
+    stored = [prepared.train.row(row) for row in range(len(prepared.train))]
+    assert sorted(found) == sorted((each["input_ids"].tolist(), each["labels"].tolist()) for each in stored)
+    batch = batch_of()
     for row, (tokens, labels, mask) in enumerate(zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)):
         ours, length = prepared.train.row(row), int(mask.sum())
         assert ours["input_ids"].tolist() == tokens[: length - 1].tolist()
