@@ -48,6 +48,17 @@ def split_markers(texts: Sequence[str], tokenizer: Any) -> list[str]:
     return [marker for marker in found if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) != 1]
 
 
+JOINED = re.compile(r"[a-zA-Z0-9.?!]\n[a-zA-Z0-9]")
+"""The last letter of a prompt and the first one of its completion, without a blank."""
+
+
+def joined_without_blank(prompts: Sequence[str], completions: Sequence[str]) -> str | None:
+    """The end of a prompt with the begin of its completion, if most of the first 100 have nothing between them."""
+    ends = [prompt[-1:] + "\n" + completion[:1] for prompt, completion in zip(prompts[:100], completions[:100], strict=True)]
+    found = [number for number, end in enumerate(ends) if JOINED.fullmatch(end)]
+    return prompts[found[0]][-12:] + completions[found[0]][:12] if 2 * len(found) > len(ends) else None
+
+
 def is_closed(text: str, content: str) -> bool:
     """Whether `text`, the answer `content` as a template writes it, has an end behind the content."""
     written = text.rstrip()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.answer_checks import advice, split_markers
+from hwopt.data.answer_checks import advice, joined_without_blank, split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
 from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations
 from hwopt.data.sources.columns import COLUMN_KEYS, LONG_TEXT, holds_messages, mean_length, text_of, unusable
@@ -166,6 +166,12 @@ class CausalLM(Task):
                     f"the texts have {split[0]}, which this tokenizer splits into several tokens, so that an answer does not end "
                     'there. Give conversations as messages with data.chat_template = "chatml", which adds its tokens, or a '
                     "model.tokenizer that has them"
+                )
+            columns = parts["train"].columns
+            if len(columns) == 2 and (joined := joined_without_blank(*columns)):
+                prepared.warnings.append(
+                    f"nothing separates the prompts from their completions: {joined!r}. End the prompts with a blank or a line "
+                    "break, or give questions and answers as messages, for which the chat template separates them"
                 )
             return note
         prepared.warnings.extend(unwritten_parts(parts, prepared))

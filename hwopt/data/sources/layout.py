@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hwopt.data.sources.chat import ALPACA, ALPACA_EXTRAS, EXTRAS
-from hwopt.data.sources.columns import PROMPTS, holds_messages, is_text, unusable
+from hwopt.data.sources.columns import PROMPTS, holds_messages, is_text, type_of, unusable
+from hwopt.data.sources.rows import holds_text
 from hwopt.errors import DataError
 from hwopt.text import listing
 
@@ -89,6 +90,10 @@ def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
     if answers and (reason := unusable(table)):
         raise DataError(reason)
     found = [*recognised(table)] or [*recognised(table, answers)] or [texts]
+    pair = PROMPTS[0]
+    if found == [texts] and answers and set(pair) <= set(names) and "text" not in names:
+        kinds = ["messages" if holds_messages(table, name) else type_of(table, name) for name in pair]
+        raise DataError(f"columns 'prompt' and 'completion' hold {kinds[0]} and {kinds[1]}; give strings or messages in both")
     if (
         found == [texts]
         and not set(data.text) <= set(names)
@@ -118,7 +123,7 @@ def recognised(table: pa.Table, answers: bool = True) -> Iterator[Layout]:
             continue  # a part of Alpaca's question
         elif all(holds_messages(table, name) for name in needed):
             pairs.append(Layout("completions", pair))
-        elif all(is_text(table, name) for name in needed):
+        elif all(is_text(table, name) or (pair == PROMPTS[0] and holds_text(type_of(table, name))) for name in needed):
             pairs.append(Layout("prompts", pair))
     chats = [Layout("messages", (name,)) for name in MESSAGES if name in names]
     known = [pair for pair in pairs if pair.columns == PROMPTS[0]]

@@ -162,6 +162,28 @@ def test_samples_with_more_than_text_are_refused_unless_the_job_names_the_text(n
     assert len(prepared(source, tmp_path, **{column: column}).train) == 2
 
 
+def test_prompts_without_a_blank_behind_them_are_named(tmp_path: Path) -> None:
+    joined, apart = ({"question": "what is it?" + blank, "answer": "a house"} for blank in ("", "\n"))
+    (warning,) = prepared(write_jsonl(tmp_path / "a.jsonl", [joined] * 4), tmp_path).warnings
+    assert "nothing separates the prompts from their completions: 'what is it?a house'" in warning
+    assert not prepared(write_jsonl(tmp_path / "b.jsonl", [apart] * 3 + [joined]), tmp_path).warnings
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "why"),
+    [("1 + 1 =", 2, "string and int64"), ("ask?", CHAT[1:], "string and messages"), (CHAT[:1], "yes", "messages and string")],
+)
+def test_prompt_and_completion_of_different_kinds_are_refused(prompt: Any, completion: Any, why: str) -> None:
+    table = to_table([{"prompt": prompt, "completion": completion}] * 3)[0]
+    with pytest.raises(DataError, match=f"columns 'prompt' and 'completion' hold {why}; give strings or messages in both"):
+        layout_of(table, Data.model_validate({"train": "a"}))
+
+
+def test_prompts_of_digits_are_texts() -> None:
+    table = to_table([{"prompt": "1 + 1 =", "completion": "2"}] * 3)[0]
+    assert layout_of(table, Data.model_validate({"train": "a"})).columns == ("prompt", "completion")
+
+
 def test_evaluation_data_of_another_kind_is_named(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 4)
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "all of it"}] * 4)
