@@ -32,7 +32,7 @@ def connected(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def without(spans: Sequence[tuple[int, int]], cut: tuple[int, int]) -> list[tuple[int, int]]:
+def without(spans: Sequence[tuple[int, int]], cut: Sequence[int]) -> list[tuple[int, int]]:
     """The spans without what lies in `cut`."""
     parts = [part for start, end in spans for part in ((start, min(end, cut[0])), (max(start, cut[1]), end))]
     return [(start, end) for start, end in parts if end > start]

@@ -171,7 +171,7 @@ class ChatTemplate:
             spans = [(max(start, before), end) for start, end in spans if end > before]
         else:
             for number in conversation.untrained:
-                spans = checks.without(spans, self.turn(text, messages, words, number))
+                spans = checks.without(spans, self.turn(text, spans, messages, words, number))
         trained = [text[start:end] for start, end in spans]
         checks.check_parts(trained, [messages[number] for number in answers])
         return text, spans
@@ -215,13 +215,17 @@ class ChatTemplate:
             return {}
         return {} if ends or self.replaced is None else {"chat_template": self.replaced}
 
-    def turn(self, text: str, messages: list[Message], words: Words, number: int) -> tuple[int, int]:
-        """The span in `text` of message `number`. Raises BadConversation if `text` writes it differently."""
-        start = checks.common_length(text, self.marked(messages[:number], words)[0]) if number else 0
-        alone = self.marked(messages[: number + 1], words)[0]
-        if not text.startswith(alone):
+    def turn(self, text: str, spans: list[tuple[int, int]], messages: list[Message], words: Words, number: int) -> Sequence[int]:
+        """What to cut out of `spans`, the marked parts of `text`, for the answer `number`. Raises BadConversation."""
+        start = checks.common_length(text, self.marked(messages[:number], words)[0])
+        alone, marked = self.marked(messages[: number + 1], words)
+        if text.startswith(alone):
+            return start, len(alone)
+        begins = [begin for begin, _ in marked if start <= begin < checks.common_length(text, alone)]
+        found = [span for span in spans if span[0] in begins]  # a template may end a conversation with a token of its own
+        if not found or len(found) < len(begins):
             raise checks.rewritten(number + 1)
-        return start, len(alone)
+        return found[0][0], found[-1][1]
 
     @property
     def _has_markers(self) -> bool:

@@ -177,6 +177,23 @@ def test_only_the_last_answer_is_trained_if_asked(name: str) -> None:
     assert re.findall(r"Answer \S+", trained.replace("<", " <")) == ["Answer 8-2."]
 
 
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"idefics3", "llava_next", "smolvlm"}))
+@pytest.mark.parametrize("number", [5, 8], ids=["system", "plain"])
+def test_marks_on_all_messages_leave_out_one_answer(name: str, number: int) -> None:
+    """As in axolotl's files. Phi-3's template writes a token at the end of a conversation, that of gpt-oss another end."""
+    own, messages = tokenizer(), conversation("plain", number).messages
+    own.chat_template = TEMPLATES[name]
+    asked = [message["role"] != "assistant" or "-0" in message["content"] for message in messages]
+    marked = [{**message, "train": not mark} for message, mark in zip(messages, asked, strict=True)]
+    found = encoded_by_hwopt(ChatTemplate(own, "all"), conversation_of({"messages": marked}, ("messages",)))
+    plain = encoded_by_hwopt(ChatTemplate(own, "all"), conversation("plain", number))
+    assert isinstance(found, str) == isinstance(plain, str)
+    if not isinstance(found, str):
+        assert found[0] == plain[0]
+        trained = own.decode([token for token, answer in zip(*found, strict=True) if answer])
+        assert re.findall(r"Answer \S+", trained.replace("<", " <")) == [f"Answer {number}-1.", f"Answer {number}-2."]
+
+
 def test_tokens_and_labels_are_those_of_trl_but_for_the_documented_refusals() -> None:
     """`outcomes` compares them, and checks the text that is trained."""
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -126,8 +126,9 @@ def listed_messages(cells: Mapping[str, Any], column: str) -> Conversation:
     messages = [message_of(one, number) for number, one in enumerate(value, 1)]
     if (system := cells.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
-    untrained = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
-    return Conversation(messages, tools_of(cells), tuple(untrained), switches=switches_of(cells))
+    marked = [number for number, message in enumerate(messages) if not message.pop("weight", True)]
+    untrained = tuple(number for number in marked if messages[number]["role"] == "assistant")
+    return Conversation(messages, tools_of(cells), untrained, switches=switches_of(cells))
 
 
 def is_messages(cell: Any) -> bool:
