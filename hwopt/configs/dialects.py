@@ -15,7 +15,7 @@ from hwopt.configs.launchers import ACCELERATE, DEEPSPEED, NOTHING, Dialect, Spe
 from hwopt.configs.source_file import Entry
 from hwopt.configs.view import View, ignored, without
 from hwopt.configs.words import names
-from hwopt.data.sources.messages import SHAREGPT_ROLES
+from hwopt.data.sources.messages import SHAREGPT_ROLES, TRAIN_MARKS
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 """LLaMA-Factory's name of a column -> the name that hwopt recognises."""
@@ -74,7 +74,7 @@ TEMPLATES = {
     "jinja": ignored("chat_template_jinja has it"),
 }
 ATTENTION = {"flash": "flash_attention_2", "xformers": "sdpa", "sdp": "sdpa", "flex": "flex_attention", "eager": "eager"}
-CHAT_KEYS = "roles message_property_mappings message_field_role message_field_content"
+CHAT_KEYS = "roles message_property_mappings message_field_role message_field_content message_field_training"
 ONE_SET = "one data set is taken over, by its path; hwopt recognises its columns, or data.* names them"
 FORMATS = ("json", "csv", "parquet", "text")
 PROMPTS = {
@@ -84,6 +84,7 @@ PROMPTS = {
 }
 OTHER_PROMPT = without("a prompt format of axolotl; hwopt reads chats, pairs and texts")
 CHAT_WORDS = {**SHAREGPT_ROLES, "from": "role", "role": "role", "value": "content", "content": "content"}
+CHAT_WORDS |= dict.fromkeys(TRAIN_MARKS, "training")
 """A role, or a key of a message -> what it means."""
 
 
@@ -141,7 +142,9 @@ AXOLOTL = Dialect("axolotl",
         "batch_size": "effective_batch_size", "num_epochs": "num_train_epochs", "val_set_size": "eval_fraction",
         "sequence_len": "max_length", "sample_packing": "packing",
         "gradient_checkpointing": ("gradient_checkpointing", {"offload": True, "offload_disk": True}),
-        "chat_template": ("chat_template_path", TEMPLATES), "chat_template_jinja": "chat_template_path",
+        **{f"{part}chat_template": ("chat_template_path", TEMPLATES) for part in ("datasets.0.", "")},
+        **{f"{part}chat_template_jinja": "chat_template_path" for part in ("datasets.0.", "")},
+        "special_tokens.eos_token": "eos_token",
         "adapter": ("use_peft", {"lora": True, "qlora": True}), "lora_modules_to_save": "modules_to_save",
         "lora_target_linear": ("lora_target_modules", {True: "all-linear", False: None}),
         **{f"peft_{word}": word for word in names("use_dora use_rslora init_lora_weights layers_to_transform")},

@@ -107,6 +107,7 @@ def test_what_a_dialect_does_not_take_over_is_listed() -> None:
     ("keys", "reason", "kind"),
     [
         ("type: chat_template", "hwopt renders conversations", "other"),
+        ("message_field_training: train", "hwopt reads these words", "other"),
         ("type: alpaca", "in the chat template instead of Alpaca's text", "unknown"),
         ("type: context_qa.load", "a prompt format of axolotl", "unknown"),
         ("roles: {user: [human], assistant: [gpt, assistant]}", "hwopt reads these words", "other"),

@@ -74,6 +74,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data.chat_template": "a.jinja", "task.kind": "causal-lm"},
     "base_model: m\nsequence_len: 8\nchat_template: chatml": {
         "model.name": "m", "data.max_length": 8, "data.chat_template": "chatml", "task.kind": "causal-lm"},
+    "base_model: m\nsequence_len: 8\ndatasets: [{path: a, chat_template: chatml}]\nspecial_tokens: {eos_token: x}": {
+        "model.name": "m", "data.max_length": 8, "data.chat_template": "chatml", "data.eos_token": "x", "data.train": "a",
+        "task.kind": "causal-lm"},
     "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
