@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
-from hwopt.data.sources.columns import EXAMINED, files_beside, preferences
+from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, looks_like_conll
 from hwopt.data.sources.csv_reader import DELIMITERS, guess_delimiter
 from hwopt.data.sources.location import EXTENSIONS, expand, locate
@@ -98,7 +98,7 @@ def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str,
     if recognised:
         best = max(recognised, key=lambda each: recognised[each].rank)  # the first one of equals
         return best, recognised[best]
-    raise DataError(f"{source}: no column holds text. It has: {listing(table.column_names, 30)}")
+    raise DataError(f"{source}: {unusable(table) or 'no column holds text'}. It has: {listing(table.column_names, 30)}")
 
 
 def read_any(source: str) -> tuple[Rows, dict[str, Any]]:

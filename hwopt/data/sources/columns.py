@@ -113,12 +113,18 @@ def preferences(table: pa.Table) -> str | None:
 
 def unusable(table: pa.Table) -> str | None:
     """Why the model would learn wrong answers from `table`, unless the job names its columns; None for usable data."""
-    found = next((name for name in MEDIA if name in table.column_names and is_filled(table, name)), None)
-    return preferences(table) or (
-        found
-        and f"column {found!r} belongs to samples with more than text, and the model would learn answers about what it does not "
-        f"see. To train the text alone, name its columns in {COLUMN_KEYS}"
-    )
+    names = set(table.column_names)
+    if media := next((name for name in MEDIA if name in names and is_filled(table, name)), None):
+        return (
+            f"column {media!r} belongs to samples with more than text, and the model would learn answers about what it does not "
+            f"see. To train the text alone, name its columns in {COLUMN_KEYS}"
+        )
+    if set(PROMPTS[0]) <= names and not names & {"messages", "conversations", "text"}:
+        chats = [holds_messages(table, name) for name in PROMPTS[0]]
+        if not all(chats) and (any(chats) or not all(holds_text(type_of(table, name)) for name in PROMPTS[0])):
+            kinds = ["messages" if chat else type_of(table, name) for name, chat in zip(PROMPTS[0], chats, strict=True)]
+            return f"columns 'prompt' and 'completion' hold {kinds[0]} and {kinds[1]}; give strings or messages in both"
+    return preferences(table)
 
 
 def is_filled(table: pa.Table, name: str) -> bool:

@@ -90,10 +90,6 @@ def chosen_columns(table: pa.Table, data: Data, answers: bool) -> Layout:
     if answers and (reason := unusable(table)):
         raise DataError(reason)
     found = [*recognised(table)] or [*recognised(table, answers)] or [texts]
-    pair = PROMPTS[0]
-    if found == [texts] and answers and set(pair) <= set(names) and "text" not in names:
-        kinds = ["messages" if holds_messages(table, name) else type_of(table, name) for name in pair]
-        raise DataError(f"columns 'prompt' and 'completion' hold {kinds[0]} and {kinds[1]}; give strings or messages in both")
     if (
         found == [texts]
         and not set(data.text) <= set(names)

@@ -158,7 +158,8 @@ def test_samples_with_more_than_text_are_refused_unless_the_job_names_the_text(n
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError, match=f"column '{name}' belongs to samples with more than text"):
         prepared(source, tmp_path)
-    assert f"column '{name}'" in str(CausalLM.recognise(to_table(rows)[0], True))
+    with pytest.raises(DataError, match=f"column '{name}' belongs to samples with more than text"):
+        choose_columns(to_table(rows)[0], None, "a")
     assert len(prepared(source, tmp_path, **{column: column}).train) == 2
 
 
@@ -171,12 +172,18 @@ def test_prompts_without_a_blank_behind_them_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "completion", "why"),
-    [("1 + 1 =", 2, "string and int64"), ("ask?", CHAT[1:], "string and messages"), (CHAT[:1], "yes", "messages and string")],
+    [
+        ("1 + 1 =", 2, "string and int64"),
+        ("ask?", CHAT[1:], "string and messages"),
+        (CHAT[:1], "yes", "messages and string"),
+        (json.dumps(CHAT[:1]), "yes", "messages and string"),
+    ],
 )
 def test_prompt_and_completion_of_different_kinds_are_refused(prompt: Any, completion: Any, why: str) -> None:
     table = to_table([{"prompt": prompt, "completion": completion}] * 3)[0]
     with pytest.raises(DataError, match=f"columns 'prompt' and 'completion' hold {why}; give strings or messages in both"):
         layout_of(table, Data.model_validate({"train": "a"}))
+    assert why in str(CausalLM.recognise(table, True))
 
 
 def test_prompts_of_digits_are_texts() -> None:
