@@ -143,6 +143,7 @@ class Adapter(hw.Plugin):
     name = "adapter"
     stage = hw.Stage.MODEL
     effect = "method"
+    traits = hw.Traits(freezes=True)
     aliases: ClassVar[Mapping[str, str | hw.Alias]] = {
         "lora_r": "r",
         "lora_alpha": "lora_alpha",

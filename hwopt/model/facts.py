@@ -60,7 +60,7 @@ class ModelFacts:
     values_per_token: float = 0.0
     """Elements that all other operations of a forward pass read and write, per token."""
     frozen: bool = False
-    """Whether most weights of a loaded model have no gradients, as under an adapter. A plugin may freeze them later."""
+    """Whether most weights have no gradients: those of a loaded model, or below the layers of a plugin (`Traits.freezes`)."""
     other_weights: Mapping[str, int] = field(default_factory=dict)
     """Matrices outside of linear layers and embeddings, such as fused experts: name (layers as *) -> number of weights."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from hwopt.config.profile import Profile
 from hwopt.config.validation import validate
 from hwopt.errors import InputError, PluginError, Problems
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Traits
 from hwopt.plugin.guard import plugin_guard, plugin_hook
 from hwopt.plugin.registry import Registry
 from hwopt.text import truncate
@@ -99,14 +99,25 @@ def decide(profile: Profile, registry: Registry, context: Context, choices: Mapp
         with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
             plugin = plugin_class(options)
         requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
-        known = replace(context, applied=applied(entry for entry in found if entry.plugin.stage < plugin.stage))
+        known = with_applied(context, [entry for entry in found if entry.plugin.stage < plugin.stage])
         found.append(probe_plugin(requested, profile, known, choices.get(plugin_class.name, 0)))
     return in_order(found)
 
 
-def applied(entries: Iterable[PluginDecision]) -> frozenset[str]:
-    """The names of the plugins that apply."""
-    return frozenset(entry.name for entry in entries if entry.decision != "skip")
+def with_applied(context: Context, entries: Iterable[PluginDecision]) -> Context:
+    """`context` with those of `entries` that apply, and with a frozen model if one of them freezes it."""
+    on = [entry for entry in entries if entry.decision != "skip"]
+    frozen = context.model.frozen or any(traits_of(entry).freezes for entry in on)
+    return replace(context, model=replace(context.model, frozen=frozen), applied=frozenset(entry.name for entry in on))
+
+
+def traits_of(entry: PluginDecision) -> Traits:
+    """The traits of a plugin with its options in effect. Raises PluginError if it returns something else."""
+    with plugin_hook(entry.who, "traits"):
+        found: object = entry.plugin.traits
+    if not isinstance(found, Traits):
+        raise PluginError(f"{entry.who}: `traits` is {truncate(found)}; expected a Traits(…)")
+    return found
 
 
 def probe_plugin(entry: PluginDecision, profile: Profile, context: Context, choice: int) -> PluginDecision:

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hwopt.errors import PluginError
-from hwopt.planning.decisions import PluginDecision
+from hwopt.planning.decisions import PluginDecision, traits_of
 from hwopt.plugin import Conflict, Context, Traits
 from hwopt.plugin.guard import plugin_hook
 from hwopt.plugin.recipe import Recipe
-from hwopt.text import truncate
 
 
 @dataclass(frozen=True)
@@ -159,15 +157,6 @@ def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[t
         marked.append(replace(entry, reason=reason))
         parts.append(Part(marked[-1], frozenset(written) - lost.keys(), traits_of(entry)))
     return tuple(marked), tuple(parts)
-
-
-def traits_of(entry: PluginDecision) -> Traits:
-    """The traits of a plugin with its options in effect. Raises PluginError if it returns something else."""
-    with plugin_hook(entry.who, "traits"):
-        found: object = entry.plugin.traits
-    if not isinstance(found, Traits):
-        raise PluginError(f"{entry.who}: `traits` is {truncate(found)}; expected a Traits(…)")
-    return found
 
 
 def applied(entries: Iterable[PluginDecision]) -> Iterator[PluginDecision]:

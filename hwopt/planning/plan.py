@@ -14,7 +14,7 @@ from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import PluginDecision, applied
+from hwopt.planning.decisions import PluginDecision, with_applied
 from hwopt.plugin import Context, MemorySpec, Plugin
 from hwopt.plugin.batch_sizes import BatchSizes
 from hwopt.plugin.guard import plugin_guard
@@ -73,7 +73,7 @@ class Plan:
     def context(self) -> Context:
         """The context that the plugins were probed with."""
         context = Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card)
-        return replace(context, chosen=self.profile.chosen, applied=applied(self.entries))
+        return with_applied(replace(context, chosen=self.profile.chosen), self.entries)
 
     @property
     def card(self) -> Card | None:

@@ -18,7 +18,7 @@ from hwopt.errors import InputError, PluginError
 from hwopt.hardware.detect import detect_host
 from hwopt.hardware.device import Hardware, described
 from hwopt.model.facts import ModelFacts
-from hwopt.planning.decisions import applied, decide, oom_plugins
+from hwopt.planning.decisions import decide, oom_plugins, with_applied
 from hwopt.planning.parts import without, write
 from hwopt.planning.plan import Plan
 from hwopt.planning.refusals import refuse, refuse_changes
@@ -63,7 +63,7 @@ def resolve(
     context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
     context = replace(context, tokens_per_sample=tokens_per_sample)
     decisions = decide(profile, registry, context, choices or {})
-    context = replace(context, applied=applied(decisions))
+    context = with_applied(context, decisions)
     helping = tuple(oom_plugins(profile, registry, context))
     written = write(decisions, context)
     recipe = written.recipe

@@ -92,7 +92,9 @@ def price_of(context: Context) -> Price:
     operations, flops, values = forward_cost(context.model)
     tflops, bandwidth, basis = peaks(context)
     moved = bandwidth * 1e9 * REACHED  # bytes a second
-    launches, frozen = LAUNCHES * operations, context.model.frozen or "adapter" in context.applied
+    launches, frozen = LAUNCHES * operations, context.model.frozen
+    if context.job.model.chooses_weights and not frozen:
+        basis += ", as if all weights were trained"
     return Price(
         host_seconds=launches * HOST_SECONDS,
         device_seconds=(FROZEN_BYTES if frozen else WEIGHT_BYTES) * context.model.parameters / moved,

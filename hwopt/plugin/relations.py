@@ -80,7 +80,7 @@ class Relations:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the engine or the optimizer that a plugin brings can and cannot do."""
+    """What the engine, the optimizer or the layers that a plugin brings can and cannot do."""
 
     lacks: tuple[str, ...] = ()
     """Of an engine: the capabilities (see CAPABILITIES) that it lacks."""
@@ -94,6 +94,8 @@ class Traits:
 
     Only such an optimizer can be used with an engine that lacks `single_update`.
     """
+    freezes: bool = False
+    """Of layers: whether they train instead of the model's own weights, which have no gradients then."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.lacks, tuple) and set(self.lacks) <= CAPABILITIES.keys()):

@@ -25,7 +25,7 @@ from hwopt.model.forward_cost import ForwardCost
 from hwopt.planning.capabilities import BERT_BASE
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import resolve
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, Stage
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relations, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job
 
@@ -260,3 +260,18 @@ def test_context_of_the_probes_and_of_the_plan_have_the_same_card() -> None:
     plans = [plan_of(profile, CARDS[card], registry=registry) for card in ("rtx3090", "t4", "no_gpu")]
     assert [context.card for context in seen] == [profile.card, None, None]
     assert [plan.context for plan in plans] == [replace(context, applied=frozenset({"one"})) for context in seen]
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_plugins_after_one_that_freezes_the_weights_know_it(freezes: bool) -> None:
+    """Whatever its name is."""
+    seen: list[bool] = []
+
+    def keep(self: Plugin, context: Context) -> Decision:
+        seen.append(context.model.frozen)
+        return Decision.apply("sees the model")
+
+    layers = variant("layers", stage=Stage.MODEL, traits=Traits(freezes=freezes))
+    registry = registry_of(layers, variant("later", stage=Stage.DATA, probe=keep))
+    plan = plan_of(profile_of("layers", "later"), HOST, registry=registry)
+    assert (seen, plan.context.model.frozen) == ([freezes], freezes)

@@ -118,6 +118,15 @@ def test_card_without_figures_is_priced_as_the_fastest_of_its_capability() -> No
         assert price_of(replace(unknown, hardware=hardware)).basis.endswith(expected)
 
 
+def test_price_names_weights_that_the_job_freezes_and_knows_those_below_an_adapter() -> None:
+    context = context_of("GeForce RTX 3090", facts("109 M"))
+    chosen = replace(context, job=JOB.model_copy(update={"model": Model(name="bert", train_only=("classifier",))}))
+    whole, part = price_of(context), price_of(chosen)
+    assert (part.device_seconds, part.basis) == (whole.device_seconds, f"{whole.basis}, as if all weights were trained")
+    below = price_of(replace(chosen, model=replace(context.model, frozen=True)))
+    assert (below.basis, 4 * below.device_seconds) == (whole.basis, whole.device_seconds)
+
+
 def test_figures_of_the_fastest_cards_bound_those_of_the_profiles() -> None:
     for profile in cards().values():
         tflops, bandwidth = FASTEST[profile.card.capability] if profile.card.capability else FASTEST_AMD
