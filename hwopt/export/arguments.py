@@ -22,6 +22,8 @@ SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_
 """Arguments for the rows of a step. Plugins know them too, but a host reads them itself."""
 LOADER = {key: f"dataloader_{key}" for key in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")}
 """Key of `recipe.loader` -> the argument."""
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Two names for one argument since transformers 5.23, the newer one first."""
 STEPS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 """Number of steps -> the strategy that it needs."""
 
@@ -31,8 +33,7 @@ def arguments_file(plan: Plan, to: Literal["trainer", "trl"]) -> str:
     package, name = ("trl", "SFTConfig") if to == "trl" else ("transformers", "TrainingArguments")
     into = getattr(import_module(package), name)
     fields = {field.name for field in dataclasses.fields(into) if field.init}
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-    fields -= {"gradient_checkpointing"} - {checkpointing}  # two names for one argument since transformers 5.23
+    checkpointing = next(word for word in CHECKPOINTING if word in fields)
     values, lines = plugin_words(plan, fields)
     kwargs = plan.recipe.model_kwargs
     plain = {key: value for key, value in kwargs.items() if isinstance(value, str | int | float)}
@@ -92,7 +93,9 @@ def heading(plan: Plan, what: str, to: str, lines: Iterable[str]) -> str:
 def plugin_words(plan: Plan, fields: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """The arguments that express applied plugins, and a line for each plugin: its arguments, or why it has none."""
     values: dict[str, Any] = {}
-    lines = []
+    lines, fields = [], set(fields)
+    if CHECKPOINTING[0] in fields:
+        fields.discard(CHECKPOINTING[1])
     for entry in plan.entries:
         mine = {} if entry.decision == "skip" else dict(words_of(entry, plan, fields))
         values |= mine

@@ -53,7 +53,7 @@ NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say addi
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")  # Trainers of TRL that make the samples of a step themselves
 MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hwopt", "hwopt_plugins")
-"""Packages whose modules keep no state on the host in a forward pass."""
+"""Packages whose modules and hooks keep no state on the host in a forward pass."""
 LIBRARIES = ("transformers", "trl", "sentence_transformers", "hwopt")
 """Packages whose Trainers take their loader and optimizer from the arguments."""
 OWN_OPTIMIZER = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
@@ -105,11 +105,17 @@ def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
 def unknown_part(model: Any) -> str:
     """What in `model` may do more than operators of the device: a module outside of MODULES, or a hook; "" for nothing."""
     for name, module in model.named_modules():
-        if type(module).__module__.partition(".")[0] not in MODULES:
+        if not is_known(type(module)):
             return f"{name or 'the model'} is a {type(module).__name__} of yours"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return f"{name or 'the model'} has a hook"
+        own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if not all(is_known(hook) for hooks in own for hook in hooks.values()):
+            return f"{name or 'the model'} has a hook of yours"
     return ""
+
+
+def is_known(part: Any) -> bool:
+    """Whether `part`, a class or a function, is of one of MODULES."""
+    return getattr(part, "__module__", "").partition(".")[0] in MODULES
 
 
 def engine_lacks(engine: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaConfig, TrainingArguments
 
 from hwopt.errors import InputError
-from hwopt.export.arguments import SIZES, plugin_words, sizes_of, words_of
+from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES, plugin_words, sizes_of, words_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
@@ -44,9 +44,13 @@ def training_arguments(
     into = into or TrainingArguments
     if detect().device_type == "cpu":
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
-    script = dataclasses.replace(script_of(into(**own), ARGUMENTS_LACK), micro_rows=None)
+    script = script_of(into(**own), ARGUMENTS_LACK)
+    # also those that are the default: torch refuses some others beside 0 workers
+    said = {word: own[word] for word in (*LOADER.values(), *CHECKPOINTING) if word in own}
+    script = dataclasses.replace(script, micro_rows=None, own={**script.own, **said})
     found = plan_for(described_model(model, {}), profile, script, plugins or {})
     fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(SIZES)
+    fields -= set(CHECKPOINTING) if own.keys() & set(CHECKPOINTING) else set()
     if not own.keys() & sizes_of(found.plan).keys():
         fields |= sizes_of(found.plan).keys()
     words, lines = plugin_words(found.plan, fields)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hosts.scripts import Steps, bert, llama, reset, train
 from plugin_cases import release_memory
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import hwopt
 from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.device("any"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
 ]
+SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 PLUGINS: dict[str, Any] = {"cuda_graphs": {"tokens": 0}, "fused_loss": False, "tf32": False}
 
 
@@ -36,12 +37,20 @@ def with_adapter() -> Any:
     return get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"))
 
 
+def with_input_gradients() -> Any:
+    """With the hook that checkpointing needs below an adapter, by transformers itself."""
+    model = with_adapter()
+    model.enable_input_require_grads()
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "last step of an epoch": (bert, {"gradient_accumulation_steps": 5}),
     "fp16": (bert, {"fp16": True}),
     "bf16": (with_dropout, {"bf16": True, "gradient_accumulation_steps": 1}),
     "causal": (llama, {}),
     "LoRA": (with_adapter, {"bf16": True}),
+    "LoRA, checkpointing": (with_input_gradients, {"bf16": True, SWITCH: True}),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import train
+from hosts.scripts import bert, padded, rows, train
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -35,6 +35,17 @@ def test_own_arguments_win_and_rows_of_a_step_stay(tmp_path: Path) -> None:
     found = hwopt.training_arguments("cpu", CONFIG, output_dir=str(tmp_path), **own)
     assert {name: getattr(found, name) for name in own} == own
     assert any("optim = 'adafactor' of your arguments wins" in line for line in found.decisions)
+
+
+@pytest.mark.parametrize("workers", [0, 1, None])
+def test_arguments_of_workers_are_those_that_torch_takes(workers: int | None, tmp_path: Path) -> None:
+    """Without workers it refuses persistent ones and batches that they prepare ahead."""
+    own = {} if workers is None else {"dataloader_num_workers": workers}
+    args = hwopt.training_arguments("rtx3090_24gb", CONFIG, output_dir=str(tmp_path), report_to=[], **own)
+    assert (args.dataloader_prefetch_factor is not None) == args.dataloader_persistent_workers == bool(args.dataloader_num_workers)
+    assert workers in (None, args.dataloader_num_workers)
+    made = Trainer(bert(), args, train_dataset=rows(), data_collator=lambda few: padded(few, True)).get_train_dataloader()
+    assert made.num_workers == args.dataloader_num_workers
 
 
 def test_model_kwargs_and_optimizer() -> None:
