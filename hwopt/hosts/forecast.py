@@ -108,6 +108,9 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
     profile_name = "auto" if profile is None else profile.name
     found = plan_for(described, profile_name, script_of(args, lacks, dataset), plugins, hardware=hardware)
+    known = plugin_of(LORA) not in adapted or plugin_of(QUANTIZED) in adapted
+    if copies := "" if known else frozen_copies(described, args, found.plan):
+        return Fit(None, copies)
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
     why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
@@ -140,10 +143,19 @@ def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, d
             return described, plugins, "the weights are quantized and there is no adapter: give peft_config"
     if adapter is not None and not why:
         plugins[plugin_of(LORA)], why = adapter_options(adapter, registry)
-        dtype = str(loading.get("dtype") or dtype_of(described)).removeprefix("torch.")
-        if quantization is None and dtype not in ("bfloat16", "float16") and not why:
-            why = f"the forecast has frozen weights in half precision, not in {dtype}: load the model with dtype=torch.bfloat16"
     return described, plugins, why
+
+
+def frozen_copies(described: Any, args: Any, plan: Plan) -> str:
+    """Why the weights below an adapter need more memory than in the forecast, which has them in the dtype of the products.
+
+    Autocast keeps a copy of each one of another dtype for the backward pass.
+    """
+    asked = (getattr(args, "model_init_kwargs", None) or {}).get("dtype")
+    dtype = str(asked or dtype_of(described) or "float32").removeprefix("torch.")
+    computes = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.recipe.accelerator.get("mixed_precision", "no"), "float32")
+    why = f"the weights below the adapter are in {dtype} and the products in {computes}, whose copies the forecast does not count"
+    return "" if dtype == computes else f"{why}: load the model with dtype=torch.{computes}"
 
 
 def dtype_of(described: Any) -> Any:
