@@ -6,6 +6,7 @@ the plan did to the model itself (checkpointing, compilation) stays.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from hwopt.hosts.pieces import made_with
 from hwopt.hosts.probe import is_rough, laws_that_agree, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep, with_lines
+from hwopt.system.ranks import rank_and_world
 from hwopt.text import first_line
 from hwopt.training.listener import DONE, Listener
 
@@ -252,7 +254,17 @@ def session(
     not -100) or "sum"; None: batches stay whole. With `strict`, an error for each plugin that is not applied. `plugins`:
     plugin -> its options, or False to leave it out. fp16 is left to loops with a loss scaler: see `hwopt.Accelerator`.
     """
+    rank, ranks = rank_and_world(os.environ)
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if additive and ranks > 1:
+        raise InputError(
+            f"additive = {additive!r} on {ranks} ranks: they would split a batch into other numbers of micro-batches, and each "
+            "backward pass reduces gradients. Leave additive out, so that batches stay whole, or take hwopt.Accelerator"
+        )
     precision = planned(profile, model, rows, None, plugins, strict=False).plan.recipe.accelerator.get("mixed_precision")
     fp16 = "a bare loop has no loss scaler, which fp16 needs; hwopt.Accelerator has one"
     lacks = {"accelerator['mixed_precision']": fp16} if precision == "fp16" else {}
-    return Session(planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, with_lines(listener))
+    return Session(
+        planned(profile, model, rows, additive, plugins, strict, lacks=lacks), model, additive, with_lines(listener), rank
+    )

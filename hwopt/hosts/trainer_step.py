@@ -19,7 +19,7 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
-from hwopt.hosts.collated import Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.collated import MEDIA, Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
 from hwopt.hosts.limits import STEP_FIELDS, unknown_part
 from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
@@ -124,6 +124,8 @@ class TrainerStep:
         first = self.batches[0]
         rows = rows_of(as_pairs(first) if found.pairs else first) or 0
         # all ranks split their steps, or none does
+        if found.law is not None and self._sums([float(rows == 0)])[0]:
+            found = Additivity(None, f"{unsliceable(first)} of a batch may not have one entry for each row")
         if found.law is not None and self._sums([float(rows >= 2 and not self._agrees(model, first, found))])[0]:
             found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
         self.law, self.run.forward_backward = found, self.passes
@@ -265,6 +267,13 @@ class TrainerStep:
     @property
     def _pinned(self) -> bool:
         return bool(getattr(self.run.train_loader, "pin_memory", False)) and self.run.device.type != "cpu"
+
+
+def unsliceable(batch: Any) -> str:
+    """The first value of `batch` that cannot be sliced by rows."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    names = (name for name, value in named if not isinstance(value, Tensor) or not value.ndim or name.startswith(MEDIA))
+    return next(map(repr, names), "a value")
 
 
 def own_values(values: Any, *args: Any, **options: Any) -> Any:

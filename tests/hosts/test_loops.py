@@ -166,6 +166,14 @@ def test_model_can_be_copied_and_saved_while_it_trains(host: Callable[[Any], Any
         assert "hwopt" not in {type(hook).__module__.partition(".")[0] for hook in again._forward_pre_hooks.values()}
 
 
+def test_split_batches_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would reduce their gradients another number of times."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InputError, match=r"additive = 'rows' on 2 ranks: .* Leave additive out"):
+        hwopt.session("cpu", bert(), rows=16, additive="rows")
+
+
 def test_mistakes_are_refused_by_name() -> None:
     session, accelerator = partial(hwopt.session, model=bert(), rows=16), partial(hwopt.Accelerator, cpu=True, profile="cpu")
     mistakes: list[tuple[Any, str]] = [

@@ -169,6 +169,21 @@ def test_the_users_word_permits_to_split(tmp_path: Path) -> None:
     assert all(len(step.sizes) > 2 for step in trainer._run.steps)
 
 
+def test_batch_with_a_list_stays_whole_and_the_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Named(Trainer):
+        def get_train_dataloader(self) -> Any:
+            collate: Any = self.data_collator
+            self.data_collator = lambda features: collate(features) | {"names": [str(len(row["input_ids"])) for row in features]}
+            return super().get_train_dataloader()
+
+        def compute_loss(self, model: Any, inputs: Any, *positional: Any, **named: Any) -> Any:
+            return super().compute_loss(model, {key: inputs[key] for key in inputs if key != "names"}, *positional, **named)
+
+    trainer = compared(tmp_path, Named, additive="rows")
+    assert "a step is not split: 'names' of a batch may not have one entry for each row" in capsys.readouterr().out
+    assert "batch" not in {entry.name for entry in trainer._run.plan.applied()}
+
+
 def test_false_word_of_the_user_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Squared(Trainer):
         def compute_loss(self, *positional: Any, **named: Any) -> Any:
