@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from hwopt.cli.options import begin, format_option, hardware_option, job_options, say_json, say_result, world_size_option
-from hwopt.errors import DataError
 from hwopt.memory.trace.tracing_process import start_early
 from hwopt.text import printable
 
@@ -79,8 +78,8 @@ def plan(
         say_json(found[0] if single else found)
     else:
         show_rest(console, plans, parallel, values)
-    if plans[0].refused:
-        raise DataError(f"`hwopt run` refuses the data: {plans[0].refused}")
+    if refused := plans[0].refused:
+        raise type(refused)(f"`hwopt run` refuses this: {refused}")
 
 
 def show_rest(console: Console, plans: Sequence[Plan], parallel: Sequence[Comparison], values: bool) -> None:

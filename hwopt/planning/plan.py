@@ -12,6 +12,7 @@ from hwopt.config.card import Card
 from hwopt.config.job import Job
 from hwopt.config.job_training import Training
 from hwopt.config.profile import Profile
+from hwopt.errors import HwoptError
 from hwopt.hardware.device import Hardware
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.decisions import PluginDecision, with_applied
@@ -48,8 +49,8 @@ class Plan:
     """The file that the job came from."""
     memory: MemoryPlan | None = None
     """The memory plan, or None if it was not made."""
-    refused: str = ""
-    """Why a run would refuse the data, if they are on this machine and were read."""
+    refused: HwoptError | None = None
+    """The error with which a run would refuse the data, if its memory was planned."""
     data_warnings: tuple[str, ...] = ()
     """Which data a run would not use, if they were read."""
     oom_plugins: tuple[Plugin, ...] = ()
@@ -145,7 +146,7 @@ class Plan:
             "world_size": self.world_size,
             "plugins": [entry.to_dict() for entry in self.entries],
             **({} if self.memory is None else {"memory": self.memory.to_dict()}),
-            **({"refused": self.refused} if self.refused else {}),
+            **({"refused": str(self.refused)} if self.refused else {}),
             **({"data_warnings": list(self.data_warnings)} if self.data_warnings else {}),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),

@@ -39,7 +39,7 @@ VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), N
 def show_verdict(console: Console, plan: Plan) -> None:
     """Print whether the plan fits if its memory was planned, the rows of a step, and how many plugins are on, in one line."""
     if plan.refused:
-        say(console, "WILL NOT RUN", plan.refused, "bold red")
+        say(console, "WILL NOT RUN", str(plan.refused), "bold red")
     memory, parts = plan.memory, []
     if memory is not None:
         least = "at least " if memory.lower_bound else ""

@@ -131,7 +131,9 @@ class Execution(Listener):
 
     def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None) -> Summary:
         def claim(run: Run) -> None:
-            best_metric(run)  # errors in the job are reported before a folder is made
+            best_metric(
+                run.training, run.task, run.prepared, run.device
+            )  # errors in the job are reported before a folder is made
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
             warn_without_token(run)

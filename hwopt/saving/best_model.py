@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from hwopt.config.job_training import Training
 from hwopt.errors import InputError
 from hwopt.saving.reader import best_folder, load_checkpoint, quarantine
 from hwopt.saving.savable_run import SavableRun, named_by_class, restore_parts
@@ -98,23 +99,23 @@ def loss_of(metrics: Metrics) -> float:
     return math.inf if loss is None else loss
 
 
-def best_metric(run: SavableRun) -> tuple[str, bool]:
+def best_metric(training: Training, task: Any, prepared: Any, device: Any) -> tuple[str, bool]:
     """(metric, whether greater is better) that decides the best weights: training.metric_for_best_model, or the task's own.
 
     Raises InputError if there is no such metric, or no evaluation data for it or for early stopping.
     """
-    asked = run.training.metric_for_best_model
-    name = f"eval_{(asked or run.task.default_metric).removeprefix('eval_')}"
-    metrics = list(run.task.metrics(run.prepared, run.device).compute())
-    known = [f"eval_{part}{metric}" for part in ("", *(f"{name}_" for name in run.prepared.more_eval)) for metric in metrics]
+    asked = training.metric_for_best_model
+    name = f"eval_{(asked or task.default_metric).removeprefix('eval_')}"
+    metrics = list(task.metrics(prepared, device).compute())
+    known = [f"eval_{part}{metric}" for part in ("", *(f"{name}_" for name in prepared.more_eval)) for metric in metrics]
     if name not in known:
         raise InputError(
             f"training.metric_for_best_model: this task has no metric {asked!r}.{nearest(name, known)} "
             f"Choose one of: {listing(known)}"
         )
     for key in ("metric_for_best_model", "early_stopping_patience"):
-        if getattr(run.training, key) is not None and run.prepared.eval is None:
+        if getattr(training, key) is not None and prepared.eval is None:
             raise InputError(f"training.{key}: needs evaluation data: set data.eval or data.eval_fraction")
-    greater = run.training.greater_is_better
+    greater = training.greater_is_better
     metric = max((metric for metric in metrics if name.endswith(f"_{metric}")), key=len)
-    return name, run.task.greater_is_better(metric) if greater is None else greater
+    return name, task.greater_is_better(metric) if greater is None else greater

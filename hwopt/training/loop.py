@@ -59,7 +59,7 @@ class Loop:
         self.reseed_update = reseeder(run.device, run.training.seed, UPDATE)
         self.evaluation = Evaluation(run)
         self.samples = GeneratedSamples(run)
-        self.best = BestModel(run, writer, *best_metric(run))
+        self.best = BestModel(run, writer, *best_metric(run.training, run.task, run.prepared, run.device))
         self.early_stopping = EarlyStopping(run, self.best)
         self.evidence: evidence.Collected = []  # the evidence after the first step of this process
         parts: dict[str, Stateful] = {

@@ -22,6 +22,7 @@ class ZeroStandIn(Engine):
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
         self.groups = [list(group["params"]) for group in run.optimizer.param_groups]
         trained = [p for group in self.groups for p in group]
+        self.partition_elements = ceil(sum(p.numel() for p in trained) / ranks)
         for parameter in run.inner_model.parameters():
             parameter.data = parameter.data.to(self.dtype)
         self.flat_masters = [torch.nn.Parameter(self.partition(group, torch.float32)) for group in self.groups]
@@ -31,6 +32,8 @@ class ZeroStandIn(Engine):
         self.offloaded = self.offload_buffers(trained, offload, host)
         self.gradient_parts: dict[Tensor, Tensor] = {}
         """Parameter -> this rank's part of its gradient."""
+        self.unreduced: list[tuple[int, Tensor | None]] = []
+        """(elements of this rank's part, gradient if it is larger than the bucket) of each gradient that is not reduced yet."""
         self.bucket: Tensor | None = None
         if stage == 3:  # stage 3 allocates both once
             self.bucket = torch.zeros(bucket, dtype=self.dtype)
@@ -57,14 +60,29 @@ class ZeroStandIn(Engine):
         """Keep this rank's part of the gradient of `parameter` and free the gradient. Offloaded parts are not counted here."""
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after the gradient is accumulated"
-        parameter.grad = None
         if self.bucket is None:
             self.bucket = torch.empty(self.bucket_elements, dtype=self.dtype)
+        if self.stage < 3 and self.offload:
+            self.wait_for_reduction(gradient)
+        parameter.grad = None
         if self.stage < 3 and not self.offload and parameter not in self.gradient_parts:
             ranks = self.ranks if self.stage >= 2 else 1
             self.gradient_parts[parameter] = (
                 gradient if ranks == 1 else gradient.flatten()[: ceil(gradient.numel() / ranks)].clone()
             )
+
+    def wait_for_reduction(self, gradient: Tensor) -> None:
+        """Put `gradient` in the bucket. A bucket that has no room for it is reduced first."""
+        if sum(elements for elements, _ in self.unreduced) + gradient.numel() > self.bucket_elements:
+            self.reduce_bucket()
+        large = gradient if gradient.numel() > self.bucket_elements else None
+        self.unreduced.append((min(gradient.numel(), self.partition_elements), large))
+
+    def reduce_bucket(self) -> None:
+        """Compute the norm of each gradient of the bucket, in float64: a copy of 8 bytes an element."""
+        for elements, _ in self.unreduced:
+            torch.empty(elements, dtype=torch.float64)
+        self.unreduced.clear()
 
     def flat_gradients(self, number: int) -> Tensor:
         """This rank's part of the gradients of group `number`, flat."""
@@ -78,6 +96,7 @@ class ZeroStandIn(Engine):
         for parameter in (p for group in self.groups for p in group):
             parameter.grad = torch.zeros_like(parameter)
             self.store_gradient(parameter)
+        self.unreduced.clear()
         self.release_bucket()
 
     def release_bucket(self) -> None:
@@ -87,6 +106,7 @@ class ZeroStandIn(Engine):
 
     def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         super().backward(loss, loss_weight, last)
+        self.reduce_bucket()
         self.release_bucket()
 
     def update(self) -> None:

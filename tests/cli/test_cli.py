@@ -79,8 +79,16 @@ def test_plan_says_that_a_run_would_refuse_the_data(tmp_path: Path) -> None:
     assert done.returncode == 4
     assert json.loads(done.stdout)["refused"] in done.stderr
     assert re.search(r"train.jsonl:41: has 5,00\d tokens, more than the model's limit", done.stderr)
-    done = hwopt("plan", "--profile", "cpu", cwd=tmp_path)
-    assert (done.returncode, done.stdout.partition(":")[0]) == (4, "WILL NOT RUN")
+    for code, setting in (
+        (4, "data.max_bad_rows=0"),
+        (4, "data.train=nowhere.jsonl"),
+        (4, "data.test=nowhere-*.jsonl"),
+        (2, "model.tokenizer=./nowhere"),
+        (2, "training.metric_for_best_model=bleu"),
+    ):
+        more = [] if code == 4 else ["--set", "data.max_length=32"]
+        done = hwopt("plan", "--profile", "cpu", "--set", setting, *more, cwd=tmp_path)
+        assert (done.returncode, done.stdout.partition(":")[0]) == (code, "WILL NOT RUN"), setting
 
 
 def test_paths_of_a_job_start_at_its_folder_then_at_the_working_directory(tmp_path: Path) -> None:

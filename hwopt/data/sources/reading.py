@@ -73,15 +73,6 @@ def refuse_missing(data: Data) -> None:
             )
 
 
-def on_disk(data: Data) -> bool:
-    """Whether all files and folders of `data` exist on this machine."""
-    try:
-        found = [leaf for sources in (data.train, *(each for each, _ in data.held_out.values())) for leaf in leaves(sources)]
-    except DataError:  # a glob without files
-        return False
-    return all(path_of(leaf.path).exists() for leaf in found)
-
-
 def located(leaf: Leaf, format: str | None, several: bool) -> str:
     """The kind of `leaf`. Raises DataError as `locate` does. An empty document is not an error if there are `several`."""
     return "file" if several and is_document(leaf, format) else locate(leaf.path, leaf.split, format)[0]

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.job import Job
-from hwopt.data.sources.reading import on_disk
-from hwopt.errors import DataError, HwoptError
+from hwopt.errors import DataError, HwoptError, InputError
 from hwopt.memory.shapes import Head, micro_batch_sizes, padded_sizes
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
+from hwopt.saving.best_model import best_metric
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
 
@@ -33,8 +33,8 @@ class Lengths:
     labels: int
     source: str
     """Where `longest` comes from, for the reader of a report."""
-    refused: str = ""
-    """Why a run would refuse the data that are on this machine; empty if it would not, or if they are not here."""
+    refused: HwoptError | None = None
+    """The error with which a run would refuse the data, or a metric that they do not have."""
     eval_rows: int | None = None
     """Rows of the largest part that is evaluated, 0 without one; None if the data was not read."""
     new_tokens: int = 0
@@ -71,7 +71,7 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     try:
         prepared = prepared_data(job, plan.training.seed, plan.model, cache)
     except HwoptError as error:
-        refused = str(error) if isinstance(error, DataError) and on_disk(job.data) else ""
+        refused = error if isinstance(error, DataError | InputError) else None
         why = f"the data could not be read: {error}"
         if plan.context.task.inputs == "images":
             return Lengths(None, 1, DEFAULT_LABELS, why, refused)
@@ -85,7 +85,16 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
     new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
     target = max(int(store.counts.max()) for store in stores) if plan.context.task.encoder_decoder else None
-    return Lengths(prepared.train.lengths, longest, labels, source, "", evaluated, new, target, warnings)
+    return Lengths(prepared.train.lengths, longest, labels, source, refusal(plan, prepared), evaluated, new, target, warnings)
+
+
+def refusal(plan: Plan, prepared: Prepared) -> HwoptError | None:
+    """The error with which a run refuses its metric for the best weights."""
+    try:
+        best_metric(plan.training, make_task(plan.job), prepared, "cpu")
+    except HwoptError as error:
+        return error
+    return None
 
 
 def prepared_data(job: Job, seed: int, model: ModelFacts, cache: Path) -> Prepared:
