@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from hwopt.hardware.detect import has_apple_gpu
 from hwopt.hardware.device import GIB
 from hwopt.hardware.torch_build import WSL_FOLDER, nvidia_driver, torch_problem
 from hwopt.text import cut, first_line, listing
@@ -93,7 +94,7 @@ def check_torch(environment: Mapping[str, str] = os.environ) -> CheckResult:
     if torch.cuda.is_available():
         return CheckResult("ok", f"{release} for CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)")
     if (driver := nvidia_driver()) is None or not driver.cards:
-        return CheckResult("ok", f"{release}, on the CPU")
+        return CheckResult("ok", f"{release}, on the CPU" + ("; this Mac's GPU (MPS) is not used" if has_apple_gpu() else ""))
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0")
     if visible.strip() in ("", "-1"):
         text = f"CUDA_VISIBLE_DEVICES={visible!r} hides {listing(driver.names)}"

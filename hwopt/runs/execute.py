@@ -46,6 +46,7 @@ from hwopt.training.build import build
 from hwopt.training.failure import report_oom, write_report
 from hwopt.training.listener import DONE, Listener, Listeners, Summary
 from hwopt.training.loop import train
+from hwopt.training.optimizer import warn_without_rate
 from hwopt.training.run import Run
 
 LOCAL = (MANIFEST, *PLAN_FILES)  # files of `final/` that stay here: checksums, and what holds paths of this machine
@@ -137,6 +138,7 @@ class Execution(Listener):
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
             warn_without_token(run)
+            warn_without_rate(run)
 
         try:
             with (

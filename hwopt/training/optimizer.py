@@ -103,6 +103,17 @@ def warmup_steps(training: Training, total_steps: int) -> int:
     return ceil((training.warmup_ratio or 0.0) * total_steps) if training.warmup_steps is None else training.warmup_steps
 
 
+def warn_without_rate(run: Run) -> None:
+    """Warn if the learning rate is 0 in all steps, as in a run of one step with a warm-up, which starts at 0."""
+    factors = run.scheduler.lr_lambdas
+    if not any(factor(step) for factor in factors for step in range(run.total_steps)):
+        warmup, total = warmup_steps(run.training, run.total_steps), run.total_steps
+        run.warn(
+            f"The learning rate is 0 in all {total} step(s) of this run, with {warmup} of warm-up: the model learns nothing. "
+            "Train more steps, or set training.warmup_steps = 0"
+        )
+
+
 def make_scheduler(run: Run) -> Any:
     """A LambdaLR that the loop steps once per step batch, whether or not the update was skipped."""
     training, total = run.training, run.total_steps

@@ -13,6 +13,7 @@ import pynvml
 import pytest
 import torch
 
+from hwopt import api
 from hwopt.hardware import doctor
 from hwopt.hardware.device import GIB
 from hwopt.hardware.doctor import CheckResult, check_import, checks, examine
@@ -88,6 +89,15 @@ def test_card_that_torch_does_not_see(
     assert found.status == status
     assert text in found.text
     assert fix in found.fix
+
+
+def test_gpu_of_a_mac_is_named_by_plan_and_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: None)
+    assert "this Mac's GPU (MPS) is not used" in doctor.check_torch().text
+    for profile in ("auto", "cpu"):
+        notes = api.resolve(profile, cache=tmp_path).notes
+        assert "this Mac's GPU (MPS) is not used: hwopt trains on its CPU" in notes
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,12 @@ def test_schedule_with_options_is_that_of_transformers(name: str, options: dict[
     assert [run.scheduler.lr_lambdas[0](step) for step in range(5)] == [theirs.lr_lambdas[0](step) for step in range(5)]
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_run_without_a_learning_rate_is_warned_of(warmup: int, tmp_path: Path) -> None:
+    found = train_tiny(planned(tmp_path, warmup_steps=warmup, max_steps=1, save_steps=1), tmp_path).warnings
+    assert any("The learning rate is 0 in all 1 step(s)" in text for text in found) == bool(warmup)
+
+
 def test_decay_longer_than_the_run_is_refused(tmp_path: Path) -> None:
     options = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 4}}
     with pytest.raises(InputError, match="1 steps of warm-up and 4 of decay are more than the 4"):
