@@ -35,6 +35,8 @@ AMD_ARCHITECTURES = {  # name of the instruction set -> architecture
 AMD_FLASH = ("gfx90a", "gfx942", "gfx950")
 """Those for which torch's flash and memory-efficient kernels (AOTriton) are not marked as experimental."""
 AMD_WITHOUT_BF16 = ("gfx906", "gfx1030")
+AMD_FEATURES: tuple[Feature, ...] = ("bf16", "flash_attention")
+"""What not all AMD GPUs have, the most important first."""
 
 ARCHITECTURES = (  # (lowest compute capability, name), newest first
     ((10, 0), "Blackwell"),
@@ -188,7 +190,7 @@ def weakest(cards: Sequence[Hardware]) -> Hardware:
 
     It has the name of the card with the least memory, of equal ones that with the lowest compute capability.
     """
-    if len({(card.name, card.memory_gib, card.compute_capability) for card in cards}) == 1:
+    if len({(card.name, card.memory_gib, card.capability_text) for card in cards}) == 1:
         return cards[0]
     capabilities = [card.compute_capability for card in cards if card.compute_capability is not None]
     least = min(cards, key=lambda card: (card.memory_gib, card.compute_capability or (0, 0)))
@@ -196,9 +198,10 @@ def weakest(cards: Sequence[Hardware]) -> Hardware:
         least,
         free_memory_gib=min(card.free_memory_gib for card in cards),
         compute_capability=min(capabilities, default=None),
+        amd=min(cards, key=lambda card: [card.can(feature).ok for feature in AMD_FEATURES]).amd,
         multiprocessors=min(card.multiprocessors for card in cards),
         different_cards=tuple(
-            f"{each.name} ({each.memory_gib:g} GiB, compute capability {each.capability_text})" for each in cards
+            f"{each.name} ({each.memory_gib:g} GiB, {each.amd or f'compute capability {each.capability_text}'})" for each in cards
         ),
     )
 

@@ -13,7 +13,7 @@ Numerical effect: changes the model. Weights are rounded to 16 (4 bit) or 255 (8
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -79,6 +79,7 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
         packed.support_avx512bf16_for_cpu = False  # evaluation on such a CPU would reorder the packed weights
     else:
         packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, **settings)
+        packed.forward = partial(by_rows, packed.forward)
         weight = nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     packed.weight = weight.to(run.device)
     if state := getattr(packed.weight, "quant_state", None):  # of 4 bits
@@ -86,6 +87,11 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
     if layer.bias is not None:
         packed.bias = torch.nn.Parameter(layer.bias.data.to(run.device), requires_grad=False)
     return packed.train(layer.training)
+
+
+def by_rows(forward: Callable[[Any], Any], inputs: Any) -> Any:
+    """`forward` of the rows of `inputs` (…, features), of which bitsandbytes 0.50 on a CPU takes up to three dimensions."""
+    return forward(inputs) if inputs.dim() <= 3 else forward(inputs.flatten(0, -2)).unflatten(0, inputs.shape[:-1])
 
 
 def take_up_rounding(adapted: Any, weight: Any) -> None:

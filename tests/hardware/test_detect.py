@@ -104,6 +104,11 @@ def test_different_cards_are_planned_as_the_least_of_both() -> None:
     mixed = weakest([v100, rtx3090])
     assert (mixed.memory_gib, mixed.compute_capability, mixed.multiprocessors) == (23.7, (7, 0), 80)
     assert weakest([t4, t4]) == t4
+    mi300x, rx7900 = described("MI300X", None, 192.0, amd="gfx942"), described("RX 7900 XTX", None, 24.0, amd="gfx1100")
+    mi50 = described("MI50", None, 32.0, amd="gfx906")
+    assert [weakest(pair).amd for pair in ([mi300x, rx7900], [rx7900, mi50])] == ["gfx1100", "gfx906"]
+    assert not weakest([rx7900, mi50]).can("bf16")
+    assert weakest([rx7900, mi50]).different_cards == ("RX 7900 XTX (24 GiB, gfx1100)", "MI50 (32 GiB, gfx906)")
 
 
 @pytest.mark.parametrize(
