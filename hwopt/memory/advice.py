@@ -18,6 +18,7 @@ from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import device_trace, fitted, traced_memory
 from hwopt.memory.shapes import Shape
+from hwopt.memory.trace.tracing_process import spent
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Choice, PluginOptions, Scale
@@ -25,6 +26,8 @@ from hwopt.plugin.guard import plugin_guard
 from hwopt.plugin.registry import Registry
 
 MIN_SAVING_GIB = 0.01
+CPU_SECONDS = 60.0
+"""The CPU time of traces after which no more changes are tried. A step of most models takes 1 to 5 seconds."""
 MIN_GAIN = 0.02
 """Fraction of the step time below which a gain is not worth a line."""
 
@@ -50,6 +53,9 @@ class PlanListener:
     def on_gain(self, gain: Gain) -> None:
         """A change that uses free memory to be faster was found."""
 
+    def on_advice_ends(self, reason: str) -> None:
+        """The search for changes ends before all of them were tried."""
+
 
 @dataclass
 class Advisor:
@@ -62,9 +68,11 @@ class Advisor:
     cache: Path
     listener: PlanListener = field(default_factory=PlanListener)
     lengths: Lengths = field(init=False)
+    began: float = field(init=False)  # CPU time that traces had taken before
+    ended: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.lengths = lengths_of(self.plan, self.cache)
+        self.lengths, self.began = lengths_of(self.plan, self.cache), spent.seconds
 
     def with_changes(self) -> MemoryPlan:
         """Return the memory with the changes that save memory, those with the least loss of speed first.
@@ -229,6 +237,14 @@ class Advisor:
 
         None if they are rejected, if the plugin `applied` is skipped with them, or if another tier answers.
         """
+        if spent.seconds - self.began > CPU_SECONDS:
+            if not self.ended:
+                reason = (
+                    f"tracing this model took {spent.seconds - self.began:.0f} seconds of CPU time; not tried: {what} and more"
+                )
+                self.listener.on_advice_ends(reason)
+            self.ended = True
+            return None
         self.listener.on_trial(what)
         try:
             plan = self.replan(assignments)

@@ -145,6 +145,9 @@ class PlanScreen(PlanProgress):
     def on_change(self, change: Change) -> None:
         show_change(self.console, change)
 
+    def on_advice_ends(self, reason: str) -> None:
+        say(self.console, "advice ends", reason, "yellow")
+
 
 class RunScreen(PlanProgress):
     """Prints the plan of a run before it starts, and after it what its free memory could have bought."""

@@ -42,10 +42,11 @@ importlib.import_module(sys.argv[2]).serve(*json.loads(sys.argv[3]))"""
 
 @dataclass(frozen=True)
 class Reply:
-    """How a request ended: the exit code of its process (below 0: a signal), and the answer if that is 0."""
+    """How a request ended: the exit code of its process (below 0: a signal), the answer if that is 0, and its CPU time."""
 
     exit_code: int
     answer: bytes = b""
+    cpu_seconds: float = 0.0
 
 
 class ServerEnded(Exception):
@@ -192,10 +193,10 @@ class Fork:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         if self.leads:
             kill_session(self.pid)
-        _, status = os.waitpid(self.pid, 0)
+        _, status, used = os.wait4(self.pid, 0)
         self.receiver.close()
         code = os.waitstatus_to_exitcode(status)
-        return Reply(code, answer if code == 0 else b"")
+        return Reply(code, answer if code == 0 else b"", used.ru_utime + used.ru_stime)
 
 
 def run_fork(work: Callable[[], bytes], sender: Connection, parent: int, connection: Connection | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from hwopt.config.job import make_job
 from hwopt.config.profile import make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.device import Hardware, described
-from hwopt.memory.advice import relative_time
+from hwopt.memory import advice
+from hwopt.memory.advice import PlanListener, relative_time
 from hwopt.planning.memory_plan import Gain, Prediction
 from hwopt.planning.plan import Plan
 from hwopt.report.memory import describe_gain, show_gain
@@ -41,7 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("leftover")
 
 
-def gains_of(folder: Path, hardware: Hardware, **plugins: Any) -> list[Gain]:
+class Ends(PlanListener):
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def on_advice_ends(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def gains_of(folder: Path, hardware: Hardware, listener: PlanListener | None = None, **plugins: Any) -> list[Gain]:
     document = tiny_job(folder).document
     job = make_job(Document(document.name, document.data | {"model": {"config": BERT}}))
     tables = {"batch": {"train": 4, "gradient_accumulation_steps": 2}} | plugins
@@ -51,7 +61,7 @@ def gains_of(folder: Path, hardware: Hardware, **plugins: Any) -> list[Gain]:
         return plan_for(make_profile(Document("a tiny profile", content), changes), job, hardware=hardware)
 
     plan = api.with_memory(planned(), planned, cache=cache_folder())
-    found = api.with_gains(plan, planned, cache=cache_folder()).memory
+    found = api.with_gains(plan, planned, cache=cache_folder(), listener=listener).memory
     assert found is not None
     return list(found.gains)
 
@@ -84,6 +94,14 @@ def test_step_in_one_micro_batch_offers_more_rows_as_another_training(folder: Pa
     assert [gain.lines for gain in gains] == [("plugins.batch.train = 128", "plugins.batch.effective = 128")]
     assert gains[0].alters
     assert "128 rows per step instead of 8" in gains[0].gain
+
+
+def test_advice_ends_when_traces_have_taken_too_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "CPU_SECONDS", -1.0)
+    ends = Ends()
+    assert gains_of(folder, LARGE, ends, checkpointing={}) == []
+    (reason,) = ends.reasons
+    assert re.match(r"tracing this model took \d+ seconds of CPU time; not tried: plugins\.", reason)
 
 
 @pytest.mark.parametrize("hardware", OTHERS, ids=["another card", "cpu"])

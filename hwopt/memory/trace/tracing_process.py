@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 600.0
 """The most CPU time of a request, of all its processes together."""
+
+
+@dataclass
+class Spent:
+    """CPU time of the requests of this process that were answered."""
+
+    seconds: float = 0.0
+
+
+spent = Spent()
 IDLE_SECONDS = 60.0
 """The server ends when no request comes for so long."""
 
@@ -127,6 +137,7 @@ def ask(request: bytes) -> Any:
                 continue
             if reply is None:
                 raise NotTraceable(f"tracing took more than {CPU_SECONDS:g} seconds of CPU time")
+            spent.seconds += reply.cpu_seconds
             if reply.exit_code:
                 raise NotTraceable(f"the tracing process died with exit code {reply.exit_code}")
             return pickle.loads(reply.answer)
