@@ -98,7 +98,18 @@ QLORA: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tables", [QLORA | {"pack": {}}, QLORA, FULL], ids=["packed", "padded", "full"])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        QLORA | {"pack": {}},
+        QLORA,
+        FULL,
+        FULL | {"fused_loss": {"backend": "torch"}},
+        FULL | {"allocator": {}},
+        FULL | {"allocator": {}, "fused_loss": {"backend": "torch"}, "pack": {}},
+    ],
+    ids=["packed", "padded", "full", "fused-loss", "expandable", "expandable-fused-packed"],
+)
 def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], tmp_path: Path) -> None:
     """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of
     two micro-batches makes gradients between its activations."""

@@ -112,6 +112,9 @@ def test_all_files_of_a_job_have_one_number_format(tmp_path: Path) -> None:
         (",", "1.500", r"Set data\.decimal = \"\.\" if all .* a decimal point; remove the point if it separates thousands"),
         (",", "1.5", r"'price' is '1\.5', not a number with a decimal comma\. Set data\.decimal = \"\.\""),
         (",", "1.234,50", r"'price' is '1\.234,50'.*Remove the separators between the thousands"),
+        (".", "1 500", "Remove the separators between the thousands"),
+        (",", "1_500,5", "Remove the separators between the thousands"),
+        (".", "\N{MINUS SIGN}5", 'Write the minus sign as "-"'),
     ],
 )
 def test_number_in_another_format_is_an_error_with_the_key(tmp_path: Path, decimal: str, value: str, message: str) -> None:

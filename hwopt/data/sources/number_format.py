@@ -15,7 +15,9 @@ from hwopt.text import truncate
 Decimal = Literal[".", ","]
 
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}(\.[0-9]{0,300})?|\.[0-9]{1,300})([eE][+-]?[0-9]{1,3})?")
-OTHER_FORMAT = re.compile(r"[+-]?[0-9][0-9.,']*[0-9]")  # digits with separators: a number in another format than that of the job
+MINUS = "\u2212"  # the minus sign of Unicode, as word processors write it
+OTHER_FORMAT = re.compile(rf"[+{MINUS}-]?([0-9][0-9.,']*[0-9]|[0-9]{{1,3}}([\s_’][0-9]{{3}})+([.,][0-9]*)?|[0-9])")
+"""Digits with separators: a number in another format than that of the job. Blanks and underscores only between thousands."""
 THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}([.,][0-9]{3})+")
 """Also a number with commas (English) or points (German) between the thousands."""
 
@@ -41,6 +43,8 @@ def wrong_format(text: str, decimal: Decimal) -> str:
     """What to set if `text` is a number in another format than `decimal`; "" if it is not a number in any format."""
     if not OTHER_FORMAT.fullmatch(text.strip()):
         return ""
+    if text.strip().startswith(MINUS):
+        return 'Write the minus sign as "-"'
     other: Decimal = "," if decimal == "." else "."
     if not is_decimal(text, other):
         return "Remove the separators between the thousands"
