@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+EXCEEDS_FP16 = re.compile(r"gemma(?!-?4)|t5[\w.-]*-(large|xl|xxl|3b|11b)", re.IGNORECASE)
+"""Names of models that were trained in bf16 and whose activations exceed 65,504, the largest fp16 number: transformers#36822
+(Gemma) and #9295 (T5)."""
 Head = Any  # what is read of a task, a `hwopt.config.task_kinds.TaskFacts`: kind, auto_class, decoder, encoder_decoder
 
 
@@ -63,6 +66,12 @@ class ModelFacts:
     """Whether most weights have no gradients: those of a loaded model, or below the layers of a plugin (`Traits.freezes`)."""
     other_weights: Mapping[str, int] = field(default_factory=dict)
     """Matrices outside of linear layers and embeddings, such as fused experts: name (layers as *) -> number of weights."""
+
+    @property
+    def exceeds_fp16(self) -> bool:
+        """Whether the activations of such models exceed the range of fp16 (EXCEEDS_FP16), by architecture and depth."""
+        large_t5 = self.model_type in ("t5", "mt5", "umt5") and self.layers >= 24  # 24 layers: t5-large, mt5-large, umt5-xl
+        return large_t5 or bool(EXCEEDS_FP16.search(self.model_type))
 
 
 LOGIT_KEYS = re.compile(r"(?!attn).*logits?_.*(cap|scal)|lm_head_multiplier")

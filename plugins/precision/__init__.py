@@ -107,11 +107,22 @@ class Precision(hw.Plugin):
         return "method" if self.options.level == "pure" and self.options.dtype != "fp32" else "rounding"
 
     def probe(self, context: hw.Context) -> hw.Decision:
+        decision = self.by_hardware(context)
+        options: Any = (*decision.options, self.options)[0]
+        if options.dtype != "fp16" or not context.model.exceeds_fp16:
+            return decision
+        bf16 = 'dtype = "bf16"' if context.hardware.can("bf16") else "a card with bf16"
+        why = f"{context.model.model_type} was trained in bf16, and its activations can exceed 65,504, the largest fp16 number: "
+        why += f'the loss can become NaN. Use {bf16}, or dtype = "fp32"'
+        return hw.Decision.fallback(options, f"{decision.reason}; {why}")
+
+    def by_hardware(self, context: hw.Context) -> hw.Decision:
+        """The decision for any model."""
         options, hardware = self.options, context.hardware
         requested = options.dtype
         if options.level == "O2" and (why := context.lacking.get("masters")):
             o1 = options.changed(level="O1")
-            return hw.Decision.fallback((*type(self)(o1).probe(context).options, o1)[0], f"O1: {why}")
+            return hw.Decision.fallback((*type(self)(o1).by_hardware(context).options, o1)[0], f"O1: {why}")
         if requested == "fp32":
             return hw.Decision.apply("full precision")
         if requested != "auto" and hardware.can(requested):

@@ -15,7 +15,7 @@ from hwopt import api
 from hwopt.distributed.engine import Engine
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import described
-from hwopt.plugin import Context, Recipe
+from hwopt.plugin import Context, ModelFacts, Recipe
 from hwopt.testing import TINY_BERT, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.adapter import Adapter, add_adapter
 from hwopt_plugins.precision import Precision
@@ -29,8 +29,9 @@ AMX = replace(CPU, cpu_features=("amx_bf16", "avx512_bf16"))
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 
 
-def decided(hardware, dtype="auto", **options):
-    return Precision(Precision.Options(dtype=dtype, **options)).probe(Context(hardware, {}, None, None))
+def decided(hardware, dtype="auto", model_type="bert", layers=12, **options):
+    facts = ModelFacts("a model", model_type, "", 10_000, layers)
+    return Precision(Precision.Options(dtype=dtype, **options)).probe(Context(hardware, {}, facts, None))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,29 @@ def test_precision_that_the_hardware_lacks_falls_back(hardware, dtype, level, ta
     assert (decision.kind, options.dtype, options.level) == ("fallback", *takes)
     assert options.full_eval is (takes[1] == "O2" == level)
     assert why in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "model", "kind", "why"),
+    [
+        (T4, "fp16", ("gemma3_text", 26), "fallback", 'Use a card with bf16, or dtype = "fp32"'),
+        (T4, "auto", ("gemma", 18), "fallback", "gemma was trained in bf16"),
+        (T4, "bf16", ("t5", 24), "fallback", "takes fp16; t5 was trained in bf16"),
+        (AMPERE[0], "fp16", ("gemma2", 26), "fallback", 'Use dtype = "bf16"'),
+        (AMPERE[0], "auto", ("gemma3", 26), "apply", "compute capability 8.6"),
+        (T4, "fp32", ("gemma3", 26), "apply", "full precision"),
+        *(
+            (T4, "fp16", model, "apply", "7.5")
+            for model in (("gemma4_text", 30), ("t5", 12), ("t5", 18), ("llama", 32), ("bert", 24))
+        ),
+    ],
+)
+def test_fp16_for_a_model_that_exceeds_it_is_a_fallback(hardware, dtype, model, kind, why):
+    decision = decided(hardware, dtype, *model)
+    assert decision.kind == kind
+    assert why in decision.reason
+    if kind == "fallback":
+        assert decision.options[0].dtype == "fp16"
 
 
 def written(hardware, **options):

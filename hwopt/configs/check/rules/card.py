@@ -10,6 +10,7 @@ from hwopt.configs.check import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.combinations import FLASH
 from hwopt.configs.view import View
 from hwopt.hardware.device import GIB, Feature
+from hwopt.model.facts import EXCEEDS_FP16
 
 FEATURES: Mapping[Feature, tuple[Mapping[str, Any], str]] = {
     "bf16": ({"bf16": True, "pure_bf16": True, "mixed_precision": "bf16"}, "torch emulates bf16 there, which is slow."),
@@ -19,8 +20,6 @@ FEATURES: Mapping[Feature, tuple[Mapping[str, Any], str]] = {
 }
 """Feature of a card -> the settings that ask for it, and what happens without it."""
 ASKING = tuple({word for settings, _ in FEATURES.values() for word in settings})
-BF16_MODELS = re.compile(r"gemma(?!-?4)|t5[\w.-]*-(large|xl|xxl|3b|11b)", re.IGNORECASE)
-"""Models trained in bf16 whose activations exceed the range of fp16."""
 ENOUGH = 0.7
 """Fraction of the card's memory that the estimate without the saving may take. The rest is for the context and for its error."""
 WIDTH_PER_LAYER = 43
@@ -66,7 +65,7 @@ def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
     """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
     name = str(view.value("model_name_or_path"))
     word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
-    if word and BF16_MODELS.search(name):
+    if word and EXCEEDS_FP16.search(name):
         what = f"{name.rsplit('/', 1)[-1]} with fp16."
         why = "The model was trained in bf16. Its activations can exceed 65,504, the largest fp16 number: the loss becomes NaN."
         yield Finding(word, what, why, f"{view.half_precision('bf16', word)}; without bf16 on the card train in fp32")
