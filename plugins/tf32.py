@@ -1,7 +1,7 @@
 """TF32 for fp32 matrix multiplications and convolutions.
 
-Tensor cores round the 23-bit mantissa of fp32 inputs to 10 bits and accumulate in fp32. Products in bf16 or fp16 do not change,
-so with mixed precision only the products that autocast leaves in fp32 are faster.
+Tensor cores round the 23-bit mantissa of fp32 inputs to 10 bits and accumulate in fp32. Products in bf16 or fp16 do not change.
+Beside half precision it is skipped: what that leaves in fp32, such as routers of experts, is small and needs the accuracy.
 
 Source: NVIDIA A100 white paper, "TF32 Tensor Cores";
 https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices.
@@ -55,13 +55,22 @@ class Tf32(hw.Plugin):
     name = "tf32"
     stage = hw.Stage.PROCESS
     effect = "rounding"
+    relations = hw.Relations(
+        needless=(
+            hw.Conflict(
+                plugin="precision",
+                why="half precision leaves no product in fp32 but small ones that need its accuracy, such as routers of experts",
+                when=lambda tf32, precision: precision.dtype != "fp32",
+            ),
+        )
+    )
     aliases: ClassVar[Mapping[str, str]] = {"tf32": "enabled = true"}
 
     def probe(self, context: hw.Context) -> hw.Decision:
         capability = context.hardware.can("tf32")
         if not capability:
             return hw.Decision.skip(capability.reason)
-        return hw.Decision.apply(f"{capability.reason}; speeds up fp32 products only, not bf16 or fp16")
+        return hw.Decision.apply(f"{capability.reason}; speeds up products in fp32")
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.process.append(tf32_kernels)

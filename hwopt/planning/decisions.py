@@ -34,7 +34,7 @@ class PluginDecision:
     optional: bool = False
     """Whether the first choice is to skip the plugin, and the last one is taken where nothing can be forecast."""
     replaced: bool = False
-    """Whether other plugins replace everything that this one writes, or the host sets it; `decision` is then "skip"."""
+    """Whether other plugins do everything that this one does, or the host; `decision` is then "skip"."""
 
     @property
     def name(self) -> str:

@@ -25,16 +25,21 @@ class WrittenRecipe:
 def write(entries: tuple[PluginDecision, ...], context: Context) -> WrittenRecipe:
     """The recipe, written by the plugins of `entries` that can stay.
 
-    Skips plugins that write what the training loop lacks (`context.lacking`), then plugins that yield to another one
-    (`Relations.yields`) and that the user did not name; what is left writes again.
+    Skips plugins that write what the training loop lacks (`context.lacking`), then those that another one makes needless
+    (`Relations.needless`), and those that yield to another one (`Relations.yields`) and that the user did not name; what is left
+    writes again.
     """
     recipe = write_recipe(entries, context)
     supported = tuple(without(context.lacking, entry, recipe) for entry in entries)
     if supported != entries:
         recipe = write_recipe(supported, context)
     marked, parts = split_replaced(supported, recipe)
-    if why := yielding(parts, context.chosen):
-        left = (replace(each, decision="skip", reason=why[each.name]) if each.name in why else each for each in supported)
+    needless = {part.entry.name: why for part, _, why in declared(parts, "needless")}
+    if why := needless or yielding(parts, context.chosen):
+        left = (
+            replace(each, decision="skip", reason=why[each.name], replaced=each.name in needless) if each.name in why else each
+            for each in supported
+        )
         return write(tuple(left), context)
     return WrittenRecipe(marked, recipe, parts)
 
@@ -79,9 +84,9 @@ class Part:
         """Whether it has an engine without `capability`."""
         return "engine" in self.written and capability in self.traits.lacks
 
-    def conflicts_with(self, other: Part) -> Iterator[str]:
-        """Why this plugin cannot be used with `other`, as it declares."""
-        for conflict in self.entry.plugin.relations.conflicts:
+    def declares(self, conflicts: Iterable[Conflict], other: Part) -> Iterator[str]:
+        """The reason of each of its `conflicts` that holds with `other`."""
+        for conflict in conflicts:
             if concerns(conflict, other):
                 with plugin_hook(self.entry.who, "conflicts"):
                     holds = conflict.when(self.entry.options, other.entry.options)
@@ -100,9 +105,11 @@ class Part:
             yield "single_update", f"the optimizer of {name!r} is not per_parameter"
 
 
-def declared(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
-    """(plugin, other plugin, reason) for each declared conflict that applies."""
-    return ((part, other, why) for part in parts for other in parts if other is not part for why in part.conflicts_with(other))
+def declared(parts: Sequence[Part], relation: str = "conflicts") -> Iterator[tuple[Part, Part, str]]:
+    """(plugin, other plugin, reason) for each declared conflict that applies; `relation`: the field of `Relations`."""
+    for part in parts:
+        conflicts = getattr(part.entry.plugin.relations, relation)
+        yield from ((part, other, why) for other in parts if other is not part for why in part.declares(conflicts, other))
 
 
 def yielding(parts: Sequence[Part], chosen: frozenset[str]) -> dict[str, str]:

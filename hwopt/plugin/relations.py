@@ -33,7 +33,7 @@ def always(mine: Any, theirs: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """What the plugin that declares the conflict cannot be used with. Set exactly one of `field`, `lacks` and `plugin`."""
+    """What the plugin that declares the conflict is not used with. Set exactly one of `field`, `lacks` and `plugin`."""
 
     why: str
     """The reason, and what the user can do."""
@@ -68,9 +68,11 @@ class Relations:
     """Slots ("optimizer") and keys ("model_kwargs['dtype']") of the recipe that it takes over from another plugin."""
     yields: bool = False
     """Whether the plugin is skipped, not refused, in a conflict (its own or another's) if only an installed profile names it."""
+    needless: tuple[Conflict, ...] = ()
+    """What leaves the plugin nothing to do: beside it the plugin is skipped, whoever names it, and `--strict` accepts that."""
 
     def __post_init__(self) -> None:
-        kinds = {"after": str, "requires": str, "conflicts": Conflict, "replaces": str}
+        kinds = {"after": str, "requires": str, "conflicts": Conflict, "replaces": str, "needless": Conflict}
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):

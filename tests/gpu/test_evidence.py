@@ -52,16 +52,3 @@ def test_evidence_of_an_optimization_without_effect_is_inactive(
     name: str, mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_mutation(name, mutation, tmp_path, monkeypatch)
-
-
-WIDE = {"model_type": "bert", "vocab_size": 64, "hidden_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-@pytest.mark.device("any")
-def test_tf32_is_unknown_if_no_product_runs_in_fp32(tmp_path: Path) -> None:
-    # a pretend card computes the attention of a smaller model with products of its own
-    plan = plan_for(tiny_profile(**HALF, sdpa={}, tf32={}), tiny_job(tmp_path / "data", config=WIDE, max_steps=1))
-    if "tf32" not in {entry.name for entry in plan.applied()}:
-        pytest.skip("needs compute capability 8.0")
-    evidence = next(evidence for entry, evidence in train_tiny(plan, tmp_path).found if entry.name == "tf32")
-    assert (evidence.status, "so TF32 had nothing to speed up" in evidence.seen) == ("unknown", True), evidence.seen

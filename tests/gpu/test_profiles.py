@@ -107,7 +107,7 @@ def test_profile_trains_in_the_cards_memory_as_forecast(
         peak = (torch.cuda.max_memory_allocated() - before) / GIB
     assert peak <= min(gib, 1.1 * forecast.highest_gib)
     found = {entry.name: evidence.status for entry, evidence in heard.found}
-    unread = MAY_BE_INACTIVE if on_pretend_card() else {"tf32"}
+    unread = MAY_BE_INACTIVE if on_pretend_card() else set()
     assert {name for name, status in found.items() if status == "inactive"} <= unread, found
     assert proven <= {name for name, status in found.items() if status == "active"}
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

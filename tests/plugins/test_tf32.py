@@ -1,4 +1,4 @@
-"""Both switches are on inside the block and restored after it; cards without TF32 are skipped."""
+"""Both switches are on inside the block and restored after it; skipped without TF32 and beside half precision."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ from plugin_cases import Cases, Mutation
 
 from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
+from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt_plugins.tf32 import Tf32, older_interface, tf32_kernels
 
 
@@ -25,11 +26,21 @@ def settings():
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "why"), [((7, 5), "skip", "found compute capability 7.5"), ((8, 0), "apply", "fp32 products only")]
+    ("capability", "precision", "kind", "why"),
+    [
+        ((7, 5), {"dtype": "fp32"}, "skip", "found compute capability 7.5"),
+        ((8, 0), {"dtype": "fp32"}, "apply", "products in fp32"),
+        ((8, 0), None, "apply", "products in fp32"),
+        ((8, 0), {}, "skip", "half precision leaves no product in fp32"),
+        ((8, 0), {"dtype": "fp16", "level": "O2"}, "skip", "half precision leaves no product in fp32"),
+    ],
 )
-def test_tf32_applies_from_compute_capability_8_0_on(capability, kind, why):
-    decision = Tf32(Tf32.Options()).probe(context(capability))
-    assert (decision.kind, why in decision.reason) == (kind, True), decision.reason
+def test_tf32_applies_from_compute_capability_8_0_on_without_half_precision(capability, precision, kind, why, tmp_path):
+    tables = {"tf32": {}} | ({} if precision is None else {"precision": precision})
+    hardware = described("card", capability, 16.0)
+    plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=hardware, strict=capability == (8, 0))
+    entry = next(entry for entry in plan.entries if entry.name == "tf32")
+    assert (entry.decision, why in entry.reason, bool(plan.recipe.process)) == (kind, True, kind == "apply"), entry.reason
 
 
 def test_setting_is_restored_after_the_block():
@@ -51,6 +62,8 @@ def test_evidence_reads_the_live_setting():
         evidence = verify(plugin, run)
         assert evidence.status == "active"
         assert "3 of 43" in evidence.seen
+        halved = SimpleNamespace(observation=Observation(matmul_dtypes={"c10::BFloat16": 40}))  # autocast of a script
+        assert verify(plugin, halved).status == "unknown"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
         assert verify(plugin, run).status == "inactive"
 

@@ -77,6 +77,5 @@ PLAIN = {
     "fused_loss": "plugins.fused_loss.enabled=false",
 }
 """Plugin -> the change with which a bare loop trains: autocast, whole micro-batches, no DeepSpeed, the model's loss."""
-MAY_BE_INACTIVE = {"adapter", "tf32"}
-"""Plugins whose evidence may be inactive. That of `adapter` reads gradients, and a pretend card computes none of a large model.
-That of `tf32` needs a product in fp32, and with autocast or half weights there is none."""
+MAY_BE_INACTIVE = {"adapter"}
+"""Plugins whose evidence may be inactive. That of `adapter` reads gradients; a pretend card computes none of a large model."""
