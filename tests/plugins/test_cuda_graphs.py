@@ -67,7 +67,7 @@ def test_plugin_of_the_user_comes_before_the_graphs_of_a_profile(name: str, tmp_
     assert f"cannot be used with plugin '{name}' (--set)" in entry_of("cuda_graphs", plan).reason
 
 
-@pytest.mark.parametrize(("gib", "named", "kept"), [(24.0, False, True), (4.5, False, False), (4.5, True, True)])
+@pytest.mark.parametrize(("gib", "named", "kept"), [(24.0, False, True), (4.5, False, False), (4.5, True, True), (2.0, False, False)])
 def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them(
     gib: float, named: bool, kept: bool, tmp_path: Path
 ) -> None:
@@ -76,7 +76,8 @@ def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them
     plan = plan_for(replace(profile, chosen=chosen), tiny_job(tmp_path), hardware=described("a card", (8, 6), gib))
     found, memory = fitted(plan, tmp_path, Lengths(None, 32, 2, "this test"))
     entry = entry_of("cuda_graphs", found)
-    assert (entry.decision, memory.fits) == ("apply" if kept else "skip", not (named and kept))
+    assert (entry.decision, memory.fits) == ("apply" if kept else "skip", gib > 4 and not (named and kept))
+    assert (memory.pool_gib > 0) is kept, "the shortfall is that of the plan without the pool"
     assert kept or re.search(r"its memory pool does not fit: 4.1\d of \d.\d\d GiB, 1.60 less without it", entry.reason)
     assert (found.recipe.forward_backward is None, found.batch.widths == ()) == (not kept, not kept)
 

@@ -210,9 +210,9 @@ def pool_that_yields(plan: Plan) -> bool:
 
 
 def fitted(plan: Plan, cache: Path, lengths: Lengths | None) -> tuple[Plan, MemoryPlan]:
-    """Return `plan` and its memory; without the plugin whose pool is all that does not fit, unless the user named it."""
+    """Return `plan` and its memory; if that does not fit, without the plugin that keeps a pool, unless the user named it."""
     memory = plan_memory(plan, cache, lengths)
-    if memory.fits or not memory.fits_without_pool or not pool_that_yields(plan):
+    if memory.margin_gib >= 0 or not memory.pool_gib or not pool_that_yields(plan):
         return plan, memory
     budget = memory.free_gib - memory.reserve_gib
     why = f"its memory pool does not fit: {memory.highest_gib:.2f} of {budget:.2f} GiB, {memory.pool_gib:.2f} less without it"
@@ -263,13 +263,13 @@ def first_fitting_choice(
             what = f"hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
             raise NoForecastError(f"{entry.place}: {what}")
         budget = memory.free_gib - memory.reserve_gib
-        yields = not memory.fits and memory.fits_without_pool and pool_that_yields(plan)
+        yields = memory.margin_gib < 0 and pool_that_yields(plan)
         needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)
         why = "the run fits without it" if entry.optional and number == 0 else entry.reason
         reason = f"{why}: {needed:.2f} of {budget:.2f} GiB{rejected}"
-        if memory.fits or yields:
+        if memory.fits or (yields and memory.fits_without_pool):
             break
-        rejected = f"; the option before needs {memory.highest_gib:.2f} GiB"
+        rejected = f"; the option before needs {needed:.2f} GiB"
     return plan, reason
 
 
