@@ -67,7 +67,9 @@ def test_plugin_of_the_user_comes_before_the_graphs_of_a_profile(name: str, tmp_
     assert f"cannot be used with plugin '{name}' (--set)" in entry_of("cuda_graphs", plan).reason
 
 
-@pytest.mark.parametrize(("gib", "named", "kept"), [(24.0, False, True), (4.5, False, False), (4.5, True, True), (2.0, False, False)])
+@pytest.mark.parametrize(
+    ("gib", "named", "kept"), [(24.0, False, True), (4.5, False, False), (4.5, True, True), (2.0, False, False)]
+)
 def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them(
     gib: float, named: bool, kept: bool, tmp_path: Path
 ) -> None:
