@@ -106,13 +106,12 @@ class ChatTemplate:
         """Whether a template that training uses can write the date of today, as those of gpt-oss and Llama 3.2."""
         return "strftime_now" in f"{self.tokenizer.chat_template}{self.replaced}"
 
-    @property
-    def note(self) -> str:
-        """Says which template writes the conversations, and how the answers are found."""
+    def note(self, given: str | None) -> str:
+        """Says which template writes the conversations, and how the answers are found. `given`: data.chat_template."""
         if self.replaced is not None:
             return "chat template: TRL's training variant of the tokenizer's; final/ keeps the tokenizer's"
         found = "its generation markers" if self._has_markers else "the text that each answer adds"
-        return f"chat template: the tokenizer's; answers are found by {found}"
+        return f"chat template: {given or 'that of the tokenizer'}; answers are found by {found}"
 
     def end_token(self) -> int | None:
         """The token that ends an answer; None if an answer ends with ordinary text, or the template refuses a short question."""

@@ -177,7 +177,12 @@ class CausalLM(Task):
         prepared.warnings.extend(unwritten_parts(parts, prepared))
         names = trained.tokenizer.convert_ids_to_tokens
         prompted = parts["train"].columns[0][0].prompt
-        found = [*note, "chat template: all text after each prompt is trained" if prompted else template_of(trained).note]
+        found = [
+            *note,
+            "chat template: all text after each prompt is trained"
+            if prompted
+            else template_of(trained).note(trained.job.data.chat_template),
+        ]
         if days := {day for store in prepared.stores if (day := store.meta.get("day"))}:
             found.append(
                 f"chat template: writes the date; the tokens, also those of the cache, keep that of {listing(sorted(days))}"

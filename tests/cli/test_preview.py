@@ -45,6 +45,7 @@ def test_preview_marks_the_answers_of_a_conversation_with_brackets(chat: Path) -
         "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
     )
     assert "sample: 1 of 6 training samples, 2 evaluation samples\n" in found.stdout
+    assert "chat template: chatml; answers are found by" in found.stdout
 
 
 def test_preview_follows_assistant_turns_of_the_command_line(chat: Path) -> None:
