@@ -86,6 +86,7 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
     assert predicted.reserved == pytest.approx(real.reserved, rel=0.05)
 
 
+SKIP = {"on_nonfinite": "skip"}  # kernels of a pretend card write no values
 FULL: dict[str, Any] = {"precision": {"dtype": "bf16", "level": "pure"}, "sdpa": {}} | FUSED
 QLORA: dict[str, Any] = {
     "adapter": {"kind": "lora", "always": True},
@@ -113,7 +114,7 @@ QLORA: dict[str, Any] = {
 def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], tmp_path: Path) -> None:
     """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of
     two micro-batches makes gradients between its activations."""
-    job = tiny_job(tmp_path / "data", "causal-lm", config=LLAMA | {"vocab_size": 128_000}, max_steps=2)
+    job = tiny_job(tmp_path / "data", "causal-lm", config=LLAMA | {"vocab_size": 128_000}, max_steps=2, **SKIP)
     rows = [json.dumps({"text": " ".join(["red"] * length)}) for length in (400, 100, 300, 200)]
     for name in ("train", "eval"):
         (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows * 8))
