@@ -32,8 +32,6 @@ NAMED_MODULES = {"all-linear": "all-linear", "default": None}
 """Value of `target_modules` that is not a list -> PEFT's value."""
 CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
 """PEFT's task types of classifiers: of texts, words and images."""
-IMAGES = "FEATURE_EXTRACTION"
-"""PEFT's wrapper for it passes arguments for texts: Swin takes `attention_mask` twice. Images get the wrapper without a task."""
 LOFTQ = "loftq"
 """The initialization that takes up the rounding of quantized weights. PEFT's own needs a GPU and ignores lora_alpha."""
 TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
@@ -83,7 +81,7 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
         target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
         exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
         layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
-        task_type=None if task == IMAGES else task,
+        task_type=None if task == "FEATURE_EXTRACTION" else task,  # its wrapper passes attention_mask, which Swin gets twice
         trainable_token_indices=new_token_indices(model, options.modules_to_save),
         modules_to_save=[*heads, *options.modules_to_save] or None,
     )

@@ -288,16 +288,12 @@ def test_layer_that_casts_its_input_to_the_dtype_of_its_weight_stays_unpacked(tm
     assert not any(".wo." in name for name in packed)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "swin", "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
-        {"model_type": "convnext", "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1]},
-    ],
-    ids=["swin", "convnext"],
-)
+SWIN = {"model_type": "swin", "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+CONVNEXT = {"model_type": "convnext", "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1]}
+
+
+@pytest.mark.parametrize("config", [SWIN, CONVNEXT], ids=["swin", "convnext"])
 def test_image_model_trains_an_adapter_above_weights_of_8_bits(config: dict[str, Any], tmp_path: Path) -> None:
-    """Swin takes no arguments for texts; the linear layers of ConvNeXt get four dimensions."""
     job = tiny_job(tmp_path / "data", "image-classification", config=config | {"image_size": 32}, max_steps=2, save_steps=2)
     plan = plan_for(tiny_profile(adapter={"always": True}, quantize={"bits": 8}), job)
     assert plan_memory(plan, tmp_path / "cache").tier == "traced"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.job import Job
+from hwopt.data.sources.location import MissingFileError
 from hwopt.errors import DataError, HwoptError, InputError
 from hwopt.memory.shapes import Head, micro_batch_sizes, padded_sizes
 from hwopt.model.facts import ModelFacts
@@ -71,7 +72,8 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     try:
         prepared = prepared_data(job, plan.training.seed, plan.model, cache)
     except HwoptError as error:
-        refused = error if isinstance(error, DataError | InputError) else None
+        elsewhere = isinstance(error, MissingFileError) and plan.hardware.source == "described"  # a plan for another machine
+        refused = error if isinstance(error, DataError | InputError) and not elsewhere else None
         why = f"the data could not be read: {error}"
         if plan.context.task.inputs == "images":
             return Lengths(None, 1, DEFAULT_LABELS, why, refused)
