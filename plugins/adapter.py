@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
-from unittest import mock
 
 from pydantic import Field, model_validator
 
@@ -104,6 +103,8 @@ def traceable_dora() -> Iterator[None]:
     Two lines of peft 0.21 break the graph of every layer: `str.startswith` on the module name of a class, and, under gradient
     checkpointing, writes to a dictionary, even if it is empty. The layers then run in eager mode, in torch 2.13 and 2.15.
     """
+    from unittest import mock
+
     import torch
     from peft.tuners.lora import dora
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hwopt.errors import HwoptError, WorkerDiedError, exit_code_of
-from hwopt.system.fork_server import kill_on_parent_death
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 DUPLICATE_SECONDS = 1.0
@@ -123,6 +122,8 @@ def init_worker(worker: int) -> None:
 
     A signal to the process group also reaches the workers, and the run still needs their batches. SIGUSR1 prints the stack.
     """
+    from hwopt.system.fork_server import kill_on_parent_death
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     later = (signal.ITIMER_REAL, WORKER_GRACE_SECONDS)  # SIGALRM then ends the worker
     signal.signal(signal.SIGTERM, lambda number, frame: signal.setitimer(*later))

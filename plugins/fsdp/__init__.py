@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from functools import partial
 from math import ceil
 from typing import Any, ClassVar, Literal
-from unittest import mock
 
 from hwopt import plugin as hw
 
@@ -62,6 +61,8 @@ class Fsdp(hw.Plugin):
         )
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
+        from unittest import mock
+
         recipe.process.append(partial(mock.patch.dict, os.environ))  # Accelerate sets variables, which the next run would read
         settings = hw.Lazy("accelerate.utils:FullyShardedDataParallelPlugin")
         recipe.accelerator["fsdp_plugin"] = partial(

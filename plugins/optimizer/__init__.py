@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal
-from unittest import mock
 
 from pydantic import model_validator
 
@@ -89,6 +88,8 @@ def without_waits(cls: Any) -> Any:
     `cls` waits for the device after each parameter. Its kernels run on the default stream, in order with those of torch. Only
     paged states need the wait: the driver moves them between host and device. Source: bitsandbytes/optim/optimizer.py.
     """
+    from unittest import mock
+
     import torch
     from bitsandbytes.optim import optimizer as library
 

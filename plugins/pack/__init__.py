@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
-from unittest import mock
 
 from pydantic import Field
 
@@ -75,6 +74,8 @@ def document_indices(position_ids: Any) -> Any:
 
 def masks_without_sync() -> Any:
     """Inside the block transformers builds masks of packed rows with `document_indices`."""
+    from unittest import mock
+
     from transformers import masking_utils
 
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", document_indices)

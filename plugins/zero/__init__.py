@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, Literal
-from unittest import mock
 
 from pydantic import model_validator
 
@@ -87,6 +86,8 @@ def process_group(device_type: str) -> Iterator[None]:
 
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it looked for a GPU
+    from unittest import mock
+
     import torch.distributed as dist
     from deepspeed.comm import comm
     from deepspeed.utils import groups, logger
