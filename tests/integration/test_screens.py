@@ -19,7 +19,7 @@ from terminals import Screenshot, on_terminal
 
 from hwopt.cli import run_command
 from hwopt.hardware.device import Hardware
-from hwopt.hardware.doctor import Finding
+from hwopt.hardware.doctor import CheckResult
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "screen"
 COLUMNS = 80
@@ -81,13 +81,13 @@ MACHINE = Hardware(
     "cpu", "AMD EPYC 9654", 64.0, 61.5, cpu_cores=8, cpu_memory_gib=64.0, cpu_features=("avx512_bf16", "avx2"), compiler="g++"
 )
 FINDINGS = {
-    "driver": Finding("ok", "NVIDIA 550.54.14, for CUDA up to 12.4"),
-    "torch": Finding(
+    "driver": CheckResult("ok", "NVIDIA 550.54.14, for CUDA up to 12.4"),
+    "torch": CheckResult(
         "problem",
         "torch 2.15.0 is built for CUDA 13.0, but the driver supports CUDA up to 12.4: torch cannot use the GeForce RTX 3070",
         "pip install --index-url https://download.pytorch.org/whl/cu124 'torch>=2.10,<2.16'",
     ),
-    "shared memory": Finding("warning", "/dev/shm has 0.1 GiB", "docker run --shm-size=8g"),
+    "shared memory": CheckResult("warning", "/dev/shm has 0.1 GiB", "docker run --shm-size=8g"),
 }
 
 FIGURES = [

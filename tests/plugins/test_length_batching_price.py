@@ -108,7 +108,7 @@ def test_length_batching_is_never_slower_than_no_split(card: str, model: str) ->
 
 
 def test_card_without_figures_is_priced_as_the_fastest_of_its_capability() -> None:
-    unknown = Context(described("Some card", (8, 6), 12.0), {}, BERT_BASE, None)  # type: ignore[arg-type]
+    unknown = Context(described("Some card", (8, 6), 12.0), {}, BERT_BASE, JOB)
     price = price_of(unknown)
     assert price.basis == "the fastest card of compute capability 8.6"
     for card in ("GeForce RTX 3060", "GeForce RTX 3070", "GeForce RTX 3090", "NVIDIA A10"):
