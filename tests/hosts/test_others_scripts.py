@@ -17,7 +17,10 @@ from hosts.test_trl import data, tokenizer
 from transformers import set_seed
 
 # TRL and PEFT use the names that transformers is about to drop
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+]
 
 STEPS = 6
 ARGUMENTS = f"""--model_name_or_path model --dataset_name data --max_steps {STEPS} --logging_steps 1 --save_steps {STEPS // 2}
@@ -25,7 +28,7 @@ ARGUMENTS = f"""--model_name_or_path model --dataset_name data --max_steps {STEP
     --report_to none --disable_tqdm True"""
 OPTIONS = 'batch={"train": 3}, precision={"dtype": "fp32"}'
 LORA = "--use_peft --lora_r 4 --lora_dropout 0"
-GROUPS = "--num_generations 4 --max_completion_length 4 --reward_funcs integration.test_others_scripts.variety"
+GROUPS = "--num_generations 4 --max_completion_length 4 --reward_funcs hosts.test_others_scripts.variety"
 
 
 def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
