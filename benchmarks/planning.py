@@ -21,8 +21,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hwopt.errors import DataError
-
 CONFIGS = {
     "BERT-base": "model_type='bert', vocab_size=30522, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, "
     "intermediate_size=3072, max_position_embeddings=512",
@@ -93,7 +91,7 @@ def timed(name: str, folder: Path) -> Timing:
                 tier = line.split(": ")[1]
             if not verdict and line.startswith(VERDICTS):
                 first, verdict = time.perf_counter() - started, line.partition(":")[0]
-    if process.returncode != DataError.exit_code:  # there are no data
+    if process.returncode:
         raise SystemExit(f"{name}: hwopt plan ended with exit code {process.returncode}")
     return Timing(first, time.perf_counter() - started, children_cpu_seconds() - cpu, verdict, tier)
 
