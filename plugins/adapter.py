@@ -100,25 +100,23 @@ def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.O
 def traceable_dora() -> Iterator[None]:
     """Inside the block torch.compile can trace PEFT's DoRA layers with plain weights, which compute the same. For the process.
 
-    Two lines of peft 0.21 break the graph of every layer: `str.startswith` on the module name of a class, and, under gradient
-    checkpointing, writes to a dictionary, even if it is empty. The layers then run in eager mode, in torch 2.13 and 2.15.
+    In peft 0.21 `str.startswith` on the name of a module, and writes to an empty dictionary, break the graph of every layer.
     """
-    from unittest import mock
+    from unittest.mock import patch
 
     import torch
     from peft.tuners.lora import dora
 
     dequantized = dora.dequantize_module_weight
 
-    def weight_of(module: Any) -> Any:
+    def weight(module: Any) -> Any:
         return module.weight if type(module.weight) is torch.nn.Parameter else dequantized(module)
 
     def clear_cache(layer: Any) -> None:
         if layer._dora_cache:  # filled only in evaluation, and only inside `peft.helpers.DoraCaching`
             layer._dora_cache.clear()
 
-    plain_weight = mock.patch.object(dora, "dequantize_module_weight", weight_of)
-    with plain_weight, mock.patch.object(dora.DoraLinearLayer, "_cache_clear", clear_cache):
+    with patch.object(dora, "dequantize_module_weight", weight), patch.object(dora.DoraLinearLayer, "_cache_clear", clear_cache):
         yield
 
 

@@ -69,7 +69,7 @@ class Relations:
     yields: bool = False
     """Whether the plugin is skipped, not refused, in a conflict (its own or another's) if only an installed profile names it."""
     needless: tuple[Conflict, ...] = ()
-    """What leaves the plugin nothing to do: beside it the plugin is skipped, whoever names it, and `--strict` accepts that."""
+    """What leaves this plugin nothing to do. Then it is skipped, also if the user named it; `--strict` accepts this skip."""
 
     def __post_init__(self) -> None:
         kinds = {"after": str, "requires": str, "conflicts": Conflict, "replaces": str, "needless": Conflict}

@@ -34,7 +34,7 @@ def write_eval_rows(run: Run) -> None:
         model = TrainedModel(run.task, trained, run.inner_model, run.device, settings_of(run))
         with evaluating(run):
             report = write_predictions(model, rows, run.task.read_inputs(rows, job), path, InferenceOptions())
-    except (HwoptError, NotImplementedError) as error:
+    except (HwoptError, NotImplementedError) as error:  # the task of another package may have no predictor
         run.warn(f"{path} was not written: {error or type(error).__name__}")
         return
     run.say(f"The {report.rows:,} rows held out for evaluation, with predictions: {path}")

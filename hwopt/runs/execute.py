@@ -152,10 +152,10 @@ class Execution(Listener):
                     if not unfit.secondhand:
                         write_report(run, str(unfit))
                     raise
-            if (code := signals.received()) is not None:  # while the end was written
-                raise signals.exception_for(code)
             if self.rank == 0:
                 write_eval_rows(run)
+            if (code := signals.received()) is not None:  # while the end was written
+                raise signals.exception_for(code)
             self.set_status(0, DONE)
             if run.training.push_to_hub and self.rank == 0:
                 push_to_hub(run)
