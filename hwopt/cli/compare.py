@@ -83,7 +83,7 @@ def compare_profiles(profiles: Sequence[str], format_: str, **asked: Any) -> Non
     from hwopt.memory.trace.tracing_process import start_early
 
     inputs = begin(profiles, **asked)
-    start_early()
+    start_early(uses_device="auto" in profiles)
     from hwopt import api
     from hwopt.report.comparison import plans_to_dict, show_plans
     from hwopt.report.memory import PlanProgress

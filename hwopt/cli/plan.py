@@ -57,7 +57,7 @@ def plan(
     inputs = begin(profiles, **asked)
     if sample is not None:
         return show_sample(sample, profiles[0], asked["job"], asked["assignments"], inputs, format_)
-    start_early()
+    start_early(uses_device=measure or hardware == "detected" or "auto" in profiles)
     from hwopt import api
     from hwopt.memory.forecast.communication import Ranks
     from hwopt.report.memory import PlanProgress, PlanScreen

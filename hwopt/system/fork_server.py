@@ -53,25 +53,57 @@ class ServerEnded(Exception):
     """The server is not running any more. The message says why."""
 
 
-class ForkServer(AbstractContextManager["ForkServer"]):
-    """A running server of `program`, and the connection to it. `environment` is set on top of that of this process."""
+@dataclass
+class ForkedProcess:
+    """A fork of this process, with the methods of `subprocess.Popen` that a server needs."""
 
-    def __init__(self, program: str, environment: dict[str, str] | None = None, *arguments: float) -> None:
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.wait()
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended."""
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer(AbstractContextManager["ForkServer"]):
+    """A running server of `program`, and the connection to it. `environment` is set on top of that of this process.
+
+    With `fork` it is a fork of this process with what was imported here, not a new interpreter. This process must not have
+    used CUDA before, or threads of its own.
+    """
+
+    def __init__(self, program: str, environment: dict[str, str] | None = None, *arguments: float, fork: bool = False) -> None:
         own, theirs = socketpair()
         # the kernel ends the server when the thread that started it ends, so only for the main thread
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
-            given = json.dumps([theirs.fileno(), parent, *arguments])
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START_UP, json.dumps(sys.path), program, given],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self.errors,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Ctrl-C reaches the caller only
-            )
+            given = theirs.fileno(), parent, *arguments
+            self.process: subprocess.Popen[bytes] | ForkedProcess
+            if fork:
+                self.process = forked(program, environment or {}, given, own.fileno(), self.errors.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", START_UP, json.dumps(sys.path), program, json.dumps(given)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.errors,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,  # Ctrl-C reaches the caller only
+                )
         self.connection = Connection(own.detach())
         self.owner = os.getpid()
 
@@ -135,17 +167,37 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self.close()
 
 
+def forked(program: str, environment: dict[str, str], given: tuple[float, ...], callers: int, errors: int) -> ForkedProcess:
+    """Fork this process; the fork closes the caller's end of the connection, and serves. Its standard error goes to `errors`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of numpy and torch
+        pid = os.fork()
+    if pid:
+        return ForkedProcess(pid)
+    try:
+        os.setsid()  # Ctrl-C reaches the caller only
+        os.close(callers)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream, target in enumerate((nothing, nothing, errors)):
+            os.dup2(target, stream)
+        os.environ.update(environment)
+        importlib.import_module(program).serve(*given)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(1)
+
+
 def serve(
     descriptor: int,
     parent: int,
     prepare: Callable[[Connection], None],
     work: Callable[[bytes], bytes],
-    import_modules: Callable[[Iterable[str]], None],
     idle_s: float | None = None,
 ) -> None:
     """Answer the requests on the file `descriptor` with `work`, until it closes, none comes for `idle_s`, or `parent` ends.
 
-    `parent`: 0 for none. `prepare` imports the libraries. `import_modules` imports what a fork imported, for the next ones.
+    `parent`: 0 for none. `prepare` imports the libraries. What a fork imported is imported for the next ones.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent:

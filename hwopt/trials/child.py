@@ -33,7 +33,7 @@ def main(folder: str, parent: str) -> None:
 
 def serve(descriptor: int, parent: int) -> None:
     """The program of a fork server: import the libraries; then run a trial in a fork for each folder that it is asked for."""
-    fork_server.serve(descriptor, parent, lambda _: import_modules(LIBRARIES), run_forked, import_modules)
+    fork_server.serve(descriptor, parent, lambda _: import_modules(LIBRARIES), run_forked)
 
 
 def run_forked(folder: bytes) -> bytes:

@@ -152,7 +152,8 @@ def available(name: str, context: hw.Context, last: bool) -> Support:
         return Support(False, "bitsandbytes on a CPU is slow and there is no card memory to save")
     if package == "torchao" and not cuda and hardware.compiler is None:
         return Support(False, "torchao needs a C++ compiler, found none on PATH")
-    if package != "torch" and (failure := import_failure(OPTIMIZERS[name][0])):
+    here = hardware.source == "detected"  # an import takes seconds, and tells nothing about another machine
+    if here and package != "torch" and (failure := import_failure(OPTIMIZERS[name][0])):
         return Support(False, f"{package} {context.software[package]} cannot be imported ({failure})")
     return Support(True, f"{package} {context.software[package]}")
 

@@ -107,3 +107,23 @@ def test_bad_input_is_reported_before_torch_is_imported(command: str) -> None:
     found = printed(WITHOUT_TORCH, command.split())
     assert found.stdout == "2 False\n"
     check_message(found.stderr)
+
+
+NO_NEW_INTERPRETER = """
+import subprocess, sys
+from hwopt.cli import main
+
+start = subprocess.Popen.__init__
+
+def started(self, command, *args, **options):
+    assert command[0] != sys.executable, command
+    start(self, command, *args, **options)
+
+subprocess.Popen.__init__ = started
+main(sys.argv[1:])
+"""
+
+
+def test_plan_for_another_card_imports_torch_once_and_traces_in_a_fork() -> None:
+    found = printed(NO_NEW_INTERPRETER, ["plan", "job.toml", "--profile", "rtx3070_8gb", "--set", "model.config.hidden_size=96"])
+    assert "forecast: from a simulated step" in found.stdout

@@ -80,8 +80,10 @@ def broken(monkeypatch):
 @pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize("name", ["paged_adamw_8bit", "adamw_torch_8bit"])
 def test_package_that_cannot_be_imported_falls_back_with_the_reason(name):
-    decision = decided(replace(T4, compiler="g++"), name, "adamw_torch_fused")
+    here = replace(T4, compiler="g++", source="detected")
+    decision = decided(here, name, "adamw_torch_fused")
     assert (decision.kind, decision.options[0].name) == ("fallback", "adamw_torch_fused")
+    assert decided(replace(here, source="described"), name, "adamw_torch_fused").kind == "apply", "another machine may import it"
     assert "cannot be imported (ModuleNotFoundError: " in decision.reason
 
 

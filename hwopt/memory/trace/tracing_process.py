@@ -13,13 +13,12 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
-from unittest import mock
 
 from hwopt.model.remote_code import trust_only, trusted_models
 from hwopt.system import fork_server
@@ -145,22 +144,34 @@ def ask(request: bytes) -> Any:
 
 
 _running: ForkServer | None = None
+_forks = False
+"""Whether the next server is a fork of this process."""
 _lock = threading.Lock()
 
 
-def start_early() -> None:
-    """Start the server if it does not run, so that it imports torch while this process does something else."""
+def start_early(uses_device: bool = True) -> None:
+    """Start the server if it does not run, so that it imports torch while this process does something else.
+
+    If this process plans for cards that it does not use (not `uses_device`) and has not imported torch yet, the cards are hidden
+    from it. Then the server can be forked from it when the first trace is needed, and nothing is imported twice.
+    """
+    global _forks
+    if not uses_device and "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        _forks = True
+        return
     with suppress(OSError), _lock:
         running_server()
 
 
 def running_server() -> ForkServer:
     """Return the running server of this process; start one if there is none."""
-    global _running
+    global _running, _forks
     if _running is None or not _running.usable:
         close()
         atexit.register(close)
-        _running = ForkServer(__name__, {"CUDA_VISIBLE_DEVICES": ""}, IDLE_SECONDS)
+        _running = ForkServer(__name__, {"CUDA_VISIBLE_DEVICES": ""}, IDLE_SECONDS, fork=_forks)
+        _forks = False  # if that one ends, a new interpreter is the safe way
     return _running
 
 
@@ -179,7 +190,7 @@ OFTEN_USED = ("peft", "bitsandbytes")
 
 def serve(descriptor: int, parent: int, idle_s: float) -> None:
     """Serve the connection on the file `descriptor`. End with the process `parent`, if it is not 0, or after `idle_s` seconds."""
-    fork_server.serve(descriptor, parent, prepare, answer, import_modules, idle_s)
+    fork_server.serve(descriptor, parent, prepare, answer, idle_s)
 
 
 def prepare(connection: Connection) -> None:
@@ -193,24 +204,14 @@ def prepare(connection: Connection) -> None:
     import hwopt.memory.trace.traced_step  # noqa: F401
 
     torch.set_num_threads(1)
+    torch.compile = uncompiled  # the import of torch's compiler takes a second, and packages compile functions when imported
     transformers.utils.logging.set_verbosity_error()
-    import_modules(name for name in OFTEN_USED if not connection.poll())
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import what a fork imported, so that the next one need not.
-
-    Functions that a package compiles when it is imported stay as they are: fake tensors never run them, and the import of torch's
-    compiler takes a second.
-    """
-    import torch
-
-    with mock.patch.object(torch, "compile", uncompiled):
-        fork_server.import_modules(names)
+    if not _forks:  # a fork has a request at once
+        fork_server.import_modules(name for name in OFTEN_USED if not connection.poll())
 
 
 def uncompiled(model: Any = None, **options: Any) -> Any:
-    """`torch.compile` that compiles nothing."""
+    """`torch.compile` that compiles nothing: fake tensors never run what it would return."""
     return uncompiled if model is None else model
 
 
