@@ -24,7 +24,7 @@ from hwopt.hosts.limits import STEP_FIELDS, unknown_part
 from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
-from hwopt.training.accumulation import not_timed
+from hwopt.training.accumulation import not_timed, weights_cast_once
 
 ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 """What TRL logs as a mean over the rows of a batch: names begin so."""
@@ -226,10 +226,12 @@ class TrainerStep:
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
         self.passes.begin(model, compute, count)
         total: Any = 0
-        for number, part in enumerate(parts):
-            loss = self.run.forward_backward(part, number == 0, number == len(parts) - 1, not_timed)
-            if part.weight:  # the mean over no label is not a number
-                total = total + loss
+        plain = len(parts) > 1 and self.run.forward_backward is self.passes
+        with weights_cast_once(inner(model), self.run.device) if plain else nullcontext():
+            for number, part in enumerate(parts):
+                loss = self.run.forward_backward(part, number == 0, number == len(parts) - 1, not_timed)
+                if part.weight:  # the mean over no label is not a number
+                    total = total + loss
         return total if any(part.weight for part in parts) else loss
 
     def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from hwopt.data.batches.step_batch import MicroBatch, StepBatch
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -67,14 +70,34 @@ def forward_and_backward(
     mark_time: Callable[[str], None] = not_timed,
 ) -> None:
     """Accumulate the gradients of `batch`. `mark_time` gets the name of each part of the last micro-batch when it is issued."""
-    for number, (micro_batch, last) in enumerate(run.engine.micro_batches(batch, rung)):
-        run.heartbeat()
-        reseed(run.step, micro_batch.first_sample)
-        mark = mark_time if last else not_timed
-        mark("micro_batch")
-        loss = run.forward_backward(micro_batch, number == 0, last, mark)
-        mark("backward")
-        add_loss(loss, micro_batch)
+    several = run.batch.accumulation(run.world_size) > 1  # as planned, also if this step has fewer rows
+    plain = run.recipe.engine is None and run.recipe.forward_backward is None  # others make copies of their own
+    with weights_cast_once(run.inner_model, run.device) if several and plain else nullcontext():
+        for number, (micro_batch, last) in enumerate(run.engine.micro_batches(batch, rung)):
+            run.heartbeat()
+            reseed(run.step, micro_batch.first_sample)
+            mark = mark_time if last else not_timed
+            mark("micro_batch")
+            loss = run.forward_backward(micro_batch, number == 0, last, mark)
+            mark("backward")
+            add_loss(loss, micro_batch)
+
+
+MOSTLY_FROZEN = 0.05
+"""With fewer trained weights, as a fraction of all, their copies take no memory that checkpointing should save."""
+
+
+def weights_cast_once(model: Module, device: torch.device) -> AbstractContextManager[Any]:
+    """A block for the micro-batches of a step, in which autocast casts each trained weight of `model` once.
+
+    Autocast keeps its copies until its outermost block ends, usually that of a forward pass. Gradients keep their bits. Nothing
+    changes with checkpointing, except under adapters: copies that live longer would undo what it saves.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        if sum(size for size, trained in sizes if trained) > MOSTLY_FROZEN * sum(size for size, _ in sizes):
+            return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def preflight(run: Run, accumulation: Accumulation, evaluation: Evaluation) -> None:

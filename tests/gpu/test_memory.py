@@ -106,10 +106,11 @@ QLORA: dict[str, Any] = {
         QLORA,
         FULL,
         FULL | {"fused_loss": {"backend": "torch"}},
+        FULL | {"precision": {"dtype": "bf16"}},
         FULL | {"allocator": {}},
         FULL | {"allocator": {}, "fused_loss": {"backend": "torch"}, "pack": {}},
     ],
-    ids=["packed", "padded", "full", "fused-loss", "expandable", "expandable-fused-packed"],
+    ids=["packed", "padded", "full", "fused-loss", "autocast", "expandable", "expandable-fused-packed"],
 )
 def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], tmp_path: Path) -> None:
     """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of
