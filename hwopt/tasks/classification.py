@@ -14,7 +14,15 @@ from hwopt.data.sources.rows import Rows, class_names
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
-from hwopt.tasks.labels import imbalance, label_order, label_weights, one_label_column, read_labels, similar_labels
+from hwopt.tasks.labels import (
+    imbalance,
+    in_the_spelling_of,
+    label_order,
+    label_weights,
+    one_label_column,
+    read_labels,
+    similar_labels,
+)
 from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
 from hwopt.text import listing, nearest, truncate
 
@@ -119,11 +127,9 @@ class Classification(Classes):
         return Named(names, tuple(notes))
 
     def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:
-        """A typed boolean has no spelling, so it is the label True of a model whose training data spells it so."""
-        spelled = {name.lower(): name for name in names}
-        if spelled.keys() == {"true", "false"}:
-            samples = replace(samples, labels=[spelled.get(label, label) for label in samples.labels])
-        return super().only_known(samples, names)
+        """As for all classes. Typed values get the spelling of the training data."""
+        labels = [in_the_spelling_of(names, label) for label in samples.labels]
+        return super().only_known(replace(samples, labels=labels), names)
 
     def label_array(self, labels: Sequence[Any], names: tuple[str, ...]) -> NDArray[Any]:
         """The class number of each sample, int64 (samples,)."""

@@ -31,7 +31,7 @@ FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true
 def read_labels(rows: Rows, name: str) -> list[str]:
     """The label of each row: its text, exactly as in the file. "01", "1" and "1.0" are three labels.
 
-    Numbers and booleans of typed columns and of JSON have no spelling: 3 and 3.0 are the label "3", and True is "true".
+    A number or a boolean of a typed column or of JSON is spelled as JSON writes its type: 3 is "3", 3.0 is "3.0", True is "true".
     Rows without a label are marked as bad, with "" here. Raises DataError for a column of fractions.
     """
     import pyarrow as pa
@@ -65,11 +65,20 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     return ["" if value is None else label_text(value) for value in values]
 
 
+class TypedLabel(str):
+    """The label of a cell that is not a text: files of other types may spell the same value otherwise."""
+
+
 def label_text(value: Any) -> str:
-    """The label of a cell: a text as it is, a whole number without a fraction, a boolean as JSON writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    """The label of a cell: a text as it is, a number or a boolean as JSON writes it."""
+    return value if isinstance(value, str) else TypedLabel(str(value).lower())
+
+
+def in_the_spelling_of(names: Sequence[str], label: str) -> str:
+    """`label`, or that of `names` which is the same value in another type: the integer 3 is 3.0, and a boolean may be "True"."""
+    if label in names or not isinstance(label, TypedLabel):
+        return label
+    return next((name for name in names if name.lower().removesuffix(".0") == label.removesuffix(".0")), label)
 
 
 def one_label_column(job: Job) -> str:

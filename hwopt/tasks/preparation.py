@@ -22,7 +22,7 @@ from hwopt.tasks.prepared import Prepared, Samples, Trained
 if TYPE_CHECKING:
     from hwopt.data.stores.token_store import Store
 
-FORMAT = 11  # format of the token stores; a new number invalidates the cached ones
+FORMAT = 12  # format of the token stores; a new number invalidates the cached ones
 
 AnyStore = TypeVar("AnyStore", bound=TokenStore)
 Encoding = tuple[dict[str, Any], Encoded, dict[str, Any]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, LABELS, is_fractional, text_of
+from hwopt.data.sources.columns import EXAMINED, LABELS, SCORES, is_fractional, text_of
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.sources.rows import Rows, holds_text, values_type
 from hwopt.data.sources.tables import find_column
@@ -97,10 +97,6 @@ class Regression(LabelledTexts):
         from hwopt.tasks.metrics import RegressionMetrics
 
         return RegressionMetrics(device, prepared.label_names or ())
-
-
-SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
-"""Names of columns with numbers to predict, beside those of labels."""
 
 
 def is_numeric(table: pa.Table, name: str) -> bool:

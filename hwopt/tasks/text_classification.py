@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import classes, has_many_classes, label_columns, text_of
+from hwopt.data.sources.columns import SCORES, classes, has_many_classes, is_fact, label_columns, text_of
+from hwopt.data.sources.number_format import numbers_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import label_text, similar_labels
@@ -38,7 +39,9 @@ class TextClassification(Classification, LabelledTexts):
             why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
         if label in values:
             why += "; one of them is the column's name, as in a file without a header"
-        if has_many_classes(table, label):
+        if has_many_classes(table, label) or is_fact(label):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
+        if label.lower() in SCORES or any(not number.is_integer() for number in numbers_of(values) or ()):
+            why += "; to predict them as numbers set task.kind = 'regression'"
         why = "; ".join([why, *similar_labels(values)])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)

@@ -91,6 +91,22 @@ def test_typed_booleans_are_the_labels_of_the_training_data_in_its_spelling(spel
     assert prepared.eval.array("labels").tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(("trained", "evaluated"), [([1, 2], [2.0, 1.0]), ([1.0, 2.0], [2, 1])])
+def test_typed_numbers_are_the_labels_of_the_training_data_in_its_spelling(
+    trained: list[float], evaluated: list[float], tmp_path: Path
+) -> None:
+    """Pandas makes the integers of a column floats if one of its cells is empty. Texts are compared as texts."""
+    for name, labels in (("train", trained), ("eval", evaluated)):
+        pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "label": labels}), tmp_path / f"{name}.parquet")
+    _, _, prepared = prepare(tmp_path, str(tmp_path / "train.parquet"), eval=str(tmp_path / "eval.parquet"), label="label")
+    assert prepared.label_names == tuple(map(str, trained))
+    assert prepared.eval is not None
+    assert prepared.eval.array("labels").tolist() == [1, 0]
+    (tmp_path / "eval.csv").write_text(f"text,label\na,{evaluated[0]}\nb,{evaluated[1]}\n")
+    with pytest.raises(DataError, match="label that is not in the training data"):
+        prepare(tmp_path, str(tmp_path / "train.parquet"), eval=str(tmp_path / "eval.csv"), label="label")
+
+
 def test_pairs_have_token_types(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, text=["text", "second"])
     longer = int((prepared.train.lengths > 10).sum())
@@ -126,8 +142,9 @@ def test_text_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
         (["01067", "1067", "1067", "01067"], ("01067", "1067"), [0, 1, 1, 0]),
         (["a", " a", "A", "a "], (" a", "A", "a", "a "), [2, 0, 1, 3]),
         (["10", "9", "neutral", "2"], ("10", "2", "9", "neutral"), [0, 2, 3, 1]),
-        (["a", 1, 1.0, "1.0"], ("1", "1.0", "a"), [2, 0, 0, 1]),
-        ([1.0, True, 0, False], ("0", "1", "false", "true"), [1, 3, 0, 2]),
+        (["a", 1, 1.0, "1.0"], ("1", "1.0", "a"), [2, 0, 1, 1]),
+        ([1.0, 3.0, 1.0, 2.0], ("1.0", "2.0", "3.0"), [0, 2, 0, 1]),
+        ([1.0, True, 0, False], ("0", "1.0", "false", "true"), [1, 3, 0, 2]),
     ],
 )
 def test_labels_are_numbered_in_sorted_order(

@@ -5,18 +5,25 @@ Names decide first, as data sets of the hub use them; then the content: a label 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwopt.data.sources.chat import ALPACA, MESSAGES_TEXT
 from hwopt.data.sources.image_folder import split_folders
-from hwopt.data.sources.number_format import numbers_of
+from hwopt.data.sources.number_format import decimal_of, numbers_of
 from hwopt.data.sources.rows import holds_text, is_list, values_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "y")
+SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
+"""Names of columns with grades or numbers to predict, beside those of labels."""
+FACTS = re.compile(
+    r"(.*_)?(id|uuid|index|zip|zip_?code|post(al)?_?code|plz|ean|phone|date|time|at|on|year|month|day|hour|split|fold)"
+)
+"""Names of columns that say which row it is, where it is from, or when: seldom what is predicted."""
 PAIRS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text_a", "text_b"), ("question", "sentence"), ("question", "passage"), ("query", "passage")),
@@ -35,12 +42,14 @@ COLUMN_KEYS = "data.text, data.messages, or data.prompt and data.completion"
 LONG_TEXT = 6_000  # Letters. Longer texts, on average, are books or articles rather than samples.
 MOST_CLASSES = 100  # A column with more values is not a label, unless its name says so
 ROWS_A_CLASS = 4  # A label's values have so many rows on average, unless its name says so
+MOST_SPELLINGS = 20  # A column of texts such as "3.11" with more values holds measurements
 EXAMINED = 2_000  # rows whose lengths are measured
 HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("test",)}
 
 
 def label_columns(table: pa.Table, named: bool) -> list[str]:
-    """The columns that may hold the classes, the likeliest one first: the one with the fewest values if no name decides.
+    """The columns that may hold the classes, the likeliest one first. If no name decides: grades, then the one with the fewest
+    values; identifiers, places and dates last.
 
     `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
     """
@@ -55,7 +64,12 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
     prompts = next((pair for pair in PROMPTS if all(is_text(table, name) for name in pair)), ())
     others = [name for name in columns if name not in prompts and is_scalar(table, name)]
     found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
-    return sorted(found, key=lambda name: classes(table, name))
+    return sorted(found, key=lambda name: (name.lower() not in SCORES, is_fact(name), classes(table, name)))
+
+
+def is_fact(name: str) -> bool:
+    """Whether the name of a column is that of an identifier, a place or a date."""
+    return FACTS.fullmatch(name.lower()) is not None
 
 
 def text_of(table: pa.Table, label: str | None) -> list[str]:
@@ -158,8 +172,16 @@ def has_many_classes(table: pa.Table, name: str) -> bool:
 
 
 def is_fractional(table: pa.Table, name: str) -> bool:
-    """Whether the values of a column are numbers of which one has a fraction: a measurement."""
-    numbers = numbers_of(table[name].slice(0, EXAMINED).to_pylist())
+    """Whether the values of a column are numbers of which one has a fraction: a measurement.
+
+    A few texts with a point, each in several rows, are classes, as versions (3.9, 3.11) are, unless the column's name is that
+    of a number.
+    """
+    values = table[name].slice(0, EXAMINED).to_pylist()
+    texts = holds_text(values_type(type_of(table, name))) and name.lower() not in SCORES and decimal_of(values) == "."
+    if texts and classes(table, name) <= min(MOST_SPELLINGS, table.num_rows // ROWS_A_CLASS):
+        return False
+    numbers = numbers_of(values)
     return any(not number.is_integer() for number in numbers or ())
 
 

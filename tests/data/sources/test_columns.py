@@ -45,6 +45,19 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("causal-lm", rows_of(instruction="say {n}", input="", output="it is {n}"), {}),
     ("causal-lm", rows_of(instruction="say {n}", input="x", output="it is {n}", text="both {n}"), {"messages": "instruction"}),
     ("regression", rows_of(text="some text {n}", score="0.{n}"), {"text": ["text"], "label": "score"}),
+    ("regression", rows_of(text="some text {n}", label="0.{n}"), TEXT_AND_LABEL),
+    ("text-classification", [{"text": f"t {n}", "label": ["3.9", "3.11", "3.12"][n % 3]} for n in range(20)], TEXT_AND_LABEL),
+    ("regression", [{"text": f"t {n}", "label": [3.9, 3.11, 3.12][n % 3]} for n in range(20)], TEXT_AND_LABEL),
+    (
+        "text-classification",
+        [{"text": f"t {n}", "zip": "01", "user_id": n % 2, "stars": n % 4} for n in range(20)],
+        {"text": ["text"], "label": "stars"},
+    ),
+    (
+        "text-classification",
+        [{"text": f"t {n}", "year": 2023 + n % 2, "queue": "abc"[n % 3]} for n in range(20)],
+        {"text": ["text"], "label": "queue"},
+    ),
     (
         "text-classification",
         [{"question": f"is it {n}?", "passage": f"it is {n}", "answer": n % 2 == 0} for n in range(20)],
@@ -87,6 +100,10 @@ def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
     assert "'priority' may also be the label" in recognise(write_jsonl(tmp_path / "rows.jsonl", rows)).why
     (tmp_path / "bare.csv").write_text("".join(f"{('good', 'bad')[n % 2]},some text {n}\n" for n in range(21)))
     assert "as in a file without a header" in recognise(str(tmp_path / "bare.csv")).why
+    rows = [{"text": f"a text {n}", "label": ["3.9", "3.11"][n % 2]} for n in range(20)]
+    assert (
+        "to predict them as numbers set task.kind = 'regression'" in recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
+    )
 
 
 def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:
