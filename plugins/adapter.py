@@ -241,15 +241,14 @@ class Adapter(hw.Plugin):
             "tensors in the optimizer received gradients"
         )
         seen += f"; {len(without)} layers of the same names have no adapter: {hw.first_names(without)}" if without else ""
-        seen += f"; {len(idle)} adapters were not computed: {hw.first_names(idle)}" if idle else ""
+        seen += f"; {len(idle)} adapters are not computed or do not train: {hw.first_names(idle)}" if idle else ""
         if any(config.init_lora_weights == LOFTQ for config in getattr(run.inner_model, "peft_config", {}).values()):
             return hw.Evidence.inactive(f"{seen}; LoftQ had no quantized weights: use it with [plugins.quantize]")
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
         expected = min(adapters + magnitudes, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
         kinds = {"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"}
-        found = {"kind": frozenset(kinds), "without_adapter": len(without)}
-        return hw.Evidence.of(updated >= expected and not idle, seen, **found)
+        return hw.Evidence.of(updated >= expected and not idle, seen, kind=frozenset(kinds), without_adapter=len(without))
 
     def expects(self) -> Mapping[str, Any]:
         modules = self.options.target_modules
@@ -272,10 +271,11 @@ def layers_without_adapter(model: Any) -> list[str]:
 
 
 def idle_adapters(run: hw.RunView) -> list[str]:
-    """The names of the adapted layers that ran in the observed step without their adapter."""
-    calls = run.observation.forward_calls
-    parts = {name.split(".lora_B.")[0]: name for name, _ in run.inner_model.named_modules() if ".lora_B." in name}
-    return [layer for layer, adapter in parts.items() if calls.get(layer, 0) and not calls.get(adapter, 0)]
+    """The names of the adapted layers that ran in the observed step without their adapter, or whose adapter is frozen."""
+    model, calls = run.inner_model, run.observation.forward_calls
+    parts = {name.split(".lora_B.")[0]: name for name, _ in model.named_modules() if ".lora_B." in name}
+    frozen = {name.split(".lora_")[0] for name, p in model.named_parameters() if ".lora_" in name and not p.requires_grad}
+    return [layer for layer, part in parts.items() if layer in frozen or (calls.get(layer, 0) and not calls.get(part, 0))]
 
 
 def dequantized(moment: Any) -> Any:

@@ -19,11 +19,8 @@ TORCHAO_BLOCKS = {8: 256, 4: 128}
 def states_in_use(run: hw.RunView) -> hw.Evidence:
     """The evidence of the plugin."""
     optimizer = run.optimizer
-    states = {
-        name: moments
-        for name, parameter in zip(run.parameter_names, run.engine.parameters, strict=False)
-        if (moments := moments_of(optimizer.state.get(parameter, {})))
-    }
+    tensors = dict(zip(run.parameter_names, run.engine.parameters, strict=False))
+    states = {name: moments for name, each in tensors.items() if (moments := moments_of(optimizer.state.get(each, {})))}
     kinds: Counter[str] = Counter()  # dtype or class of the state tensors -> number of elements
     for value in chain.from_iterable(states.values()):
         kinds[kind_of(value)] += value.numel()
@@ -42,7 +39,7 @@ def states_in_use(run: hw.RunView) -> hw.Evidence:
         },
     }
     rounding = bool(getattr(optimizer, "bf16_stochastic_round", False))
-    updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     bf16 = sum(parameter.numel() for parameter in updated if str(parameter.dtype) == "torch.bfloat16")
     seen = f"{cls}, state {', '.join(f'{kind} x {count:,}' for kind, count in sorted(kinds.items())) or 'none'}"
     seen += f"; {fused} call(s) of the fused kernel in this step"
@@ -55,9 +52,19 @@ def states_in_use(run: hw.RunView) -> hw.Evidence:
         seen += f"; {bf16:,} bf16 weights, rounded {'stochastically' if rounding else 'to the nearest value'}"
     found = {"class": cls, "stochastic_rounding": rounding}
     found |= {what: frozenset(each.values()) or False for what, each in large.items()}
+    if lost := not_updated(run, tensors, {*map(id, updated)}):
+        return hw.Evidence.inactive(f"{seen}; {len(lost)} of {len(tensors)} tensors are not updated: {hw.first_names(lost)}")
     if not run.observation.operators and cls == "torch.AdamW":
         return hw.Evidence.unknown(f"{seen}; no operators were recorded", **found)
     return hw.Evidence.active(seen, **found, fused=fused > 0)
+
+
+def not_updated(run: hw.RunView, tensors: Mapping[str, Any], updated: set[int]) -> list[str]:
+    """The names of the `tensors` that left the optimizer, whose tensors have the ids `updated`, or that were frozen."""
+    if run.engine.keeps_masters:  # DeepSpeed empties the optimizer's groups between steps
+        return []
+    frozen = {name for name, parameter in run.inner_model.named_parameters() if not parameter.requires_grad}
+    return [name for name, tensor in tensors.items() if id(tensor) not in updated or name in frozen]
 
 
 def moments_of(state: Mapping[str, Any]) -> list[Any]:

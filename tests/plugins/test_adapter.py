@@ -189,6 +189,15 @@ def test_evidence_is_inactive_if_other_weights_train():
     assert "word_embeddings" in evidence.seen
 
 
+def test_evidence_names_an_adapter_that_is_frozen():
+    plugin, _, model = classifier(bert, "lora")
+    run = trained(model)
+    next(p for name, p in model.named_parameters() if "lora_B" in name).requires_grad_(False)
+    evidence = verify(plugin, run)
+    assert evidence.status == "inactive"
+    assert "1 adapters are not computed or do not train: " in evidence.seen
+
+
 def test_evidence_reads_states_that_torchao_quantized():
     from torchao.optim.subclass_8bit import OptimState8bit
 

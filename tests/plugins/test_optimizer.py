@@ -56,8 +56,26 @@ def run_of(optimizer, operators=MappingProxyType({})):
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     names = [f"weight {number}" for number in range(len(weights))]
     observation = Observation(operators=Counter(operators))
-    engine = SimpleNamespace(parameters=weights)
-    return SimpleNamespace(optimizer=optimizer, observation=observation, engine=engine, parameter_names=names)
+    engine = SimpleNamespace(parameters=weights, keeps_masters=False)
+    model = torch.nn.ParameterDict(dict(zip(names, weights, strict=True)))
+    return SimpleNamespace(optimizer=optimizer, observation=observation, engine=engine, parameter_names=names, inner_model=model)
+
+
+def stepped_by_another(run):
+    run.optimizer.param_groups[0]["params"].pop()
+
+
+def frozen(run):
+    run.engine.parameters[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("lose", [stepped_by_another, frozen])
+def test_evidence_names_the_tensors_that_left_the_optimizer_or_are_frozen(lose):
+    run = trained("adamw_torch")
+    lose(run)
+    evidence = verify(Optimizer(Optimizer.Options(name="adamw_torch")), run)
+    assert evidence.status == "inactive"
+    assert "1 of 2 tensors are not updated: weight 0" in evidence.seen
 
 
 @pytest.fixture(scope="module")

@@ -188,6 +188,19 @@ RANGES: Mapping[str, Range] = {
 # fmt: on
 
 
+LEAST_SCALE = 1 / 16  # of what recipes take; the QLoRA paper has 1/4
+
+
+@rule("lora-scale", "warning", words=("lora_alpha",), source="LoRA, arXiv:2106.09685, section 4.1", tools=TRAINERS)
+def lora_scale(view: View, facts: Facts) -> Iterator[Finding]:
+    """An adapter whose output is scaled to almost nothing."""
+    alpha, rank = view.number("lora_alpha") or 0, view.number("lora_r") or 0
+    if 0 < alpha < LEAST_SCALE * rank and not any("rslora" in key for key in view.source.values):
+        what = f"{view.spelled('lora_alpha')} is {alpha:g} with rank {rank:g}, which scales the adapter by {alpha / rank:.2g}."
+        why = "The adapter learns slowly; 0.25 to 2 are usual."
+        yield Finding("lora_alpha", what, why, view.line("lora_alpha", int(rank)))
+
+
 @rule("out-of-range", "error", words=tuple(RANGES), source="torch, AdamW; PEFT, LoraConfig", tools=TRAINING_FILES)
 def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that no run can use, such as 0 epochs, or that is far from all usual ones."""
