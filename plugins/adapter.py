@@ -62,34 +62,38 @@ def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list
     return dict.fromkeys((name for name, layer in names.items() if layer in used and name not in full), tokens) or None
 
 
+def lora_config(options: Adapter.Options, task: str | None, heads: Sequence[str] = (), tokens: Any = None) -> Any:
+    """PEFT's configuration. `heads` are trained in full; `tokens`: PEFT's `trainable_token_indices`."""
+    from peft import LoraConfig
+
+    modules, init = options.target_modules, options.init_lora_weights
+    fields = options.model_dump(mode="json", include={"r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform"})
+    return LoraConfig(
+        **fields,
+        use_dora=options.kind == "dora",
+        init_lora_weights=init if init != LOFTQ else True,
+        target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
+        exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
+        task_type=None if task == "FEATURE_EXTRACTION" else task,  # its wrapper passes attention_mask, which Swin gets twice
+        trainable_token_indices=tokens,
+        modules_to_save=[*heads, *options.modules_to_save] or None,
+    )
+
+
 def add_adapter(model: Any, run: hw.RunView | None = None, *, options: Adapter.Options, task: str) -> Any:
     """`model` in PEFT's wrapper. Only the adapter requires gradients, and the classification head if `task` is SEQ_CLS."""
     import warnings
 
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    modules = options.target_modules
     heads = classification_heads(model) if task in CLASSIFIERS else []
-    config = LoraConfig(
-        r=options.r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        use_dora=options.kind == "dora",
-        use_rslora=options.use_rslora,
-        init_lora_weights=options.init_lora_weights if options.init_lora_weights != LOFTQ else True,
-        target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
-        exclude_modules=rf"({'|'.join(heads)})(\..+)?" if heads else None,  # "all-linear" would adapt them
-        layers_to_transform=None if options.layers_to_transform is None else list(options.layers_to_transform),
-        task_type=None if task == "FEATURE_EXTRACTION" else task,  # its wrapper passes attention_mask, which Swin gets twice
-        trainable_token_indices=new_token_indices(model, options.modules_to_save),
-        modules_to_save=[*heads, *options.modules_to_save] or None,
-    )
+    config = lora_config(options, task, heads, new_token_indices(model, options.modules_to_save))
     with warnings.catch_warnings():  # peft 0.21 reads a property that transformers 5.23 renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
         try:
             wrapped = get_peft_model(model, config)
         except ValueError as error:  # PEFT found no module with these names
-            raise PluginError(f"plugins.adapter: target_modules = {modules!r}: {error}") from error
+            raise PluginError(f"plugins.adapter: target_modules = {options.target_modules!r}: {error}") from error
     config.init_lora_weights = options.init_lora_weights  # what quantizes the weights does LoftQ, and then sets it to true
     # the default "auto" queries the hub for the original vocabulary size
     wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
@@ -200,8 +204,8 @@ class Adapter(hw.Plugin):
         count = context.model.parameters
         size = f"{context.model.name} has {count / 1e6:,.1f} M parameters"
         if count < MIN_PARAMETERS and not self.options.always and self.name not in context.chosen:
-            minimum = f"{MIN_PARAMETERS / 1e6:,.0f} M"
-            return hw.Decision.skip(f"{size}, fewer than {minimum}: all weights are trained unless plugins.adapter.always = true")
+            why = f"fewer than {MIN_PARAMETERS / 1e6:,.0f} M: all weights are trained unless plugins.adapter.always = true"
+            return hw.Decision.skip(f"{size}, {why}")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
         if self.options.kind == "dora" and self.options.lora_dropout:
             reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"
@@ -211,6 +215,8 @@ class Adapter(hw.Plugin):
         if self.options.kind == "dora":
             recipe.process.append(traceable_dora)
         recipe.model_steps.append(partial(add_adapter, options=self.options, task=context.task.adapter))
+        if context.task.adapter == "CAUSAL_LM" and self.options.init_lora_weights != LOFTQ:  # other tasks train a head too
+            recipe.trainer["peft_config"] = partial(lora_config, self.options, "CAUSAL_LM")
         recipe.final_steps.append(save_and_merge)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:
@@ -223,8 +229,7 @@ class Adapter(hw.Plugin):
         if options is not None:
             return []
         note = f"trains adapters (LoRA, r = {cls.Options().r}) instead of all weights"
-        on = hw.Choice(changes={"always": True}, note=note, alters=True)
-        return [hw.Scale(choices=(on, hw.OFF), present=1)]
+        return [hw.Scale(choices=(hw.Choice(changes={"always": True}, note=note, alters=True), hw.OFF), present=1)]
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
         named = list(run.inner_model.named_parameters())
@@ -247,13 +252,12 @@ class Adapter(hw.Plugin):
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
         expected = min(adapters + magnitudes, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
-        kinds = {"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"}
-        return hw.Evidence.of(updated >= expected and not idle, seen, kind=frozenset(kinds), without_adapter=len(without))
+        kinds = frozenset({"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"})
+        return hw.Evidence.of(updated >= expected and not idle, seen, kind=kinds, without_adapter=len(without))
 
     def expects(self) -> Mapping[str, Any]:
         modules = self.options.target_modules
-        whole_names = not isinstance(modules, str) and any("." in name for name in modules)
-        some = self.options.layers_to_transform is not None or whole_names
+        some = self.options.layers_to_transform or (not isinstance(modules, str) and any("." in name for name in modules))
         return {"kind": self.options.kind} | ({} if some else {"without_adapter": 0})
 
 
@@ -263,8 +267,7 @@ def layers_without_adapter(model: Any) -> list[str]:
     def kind(name: str, module: Any) -> tuple[str, type]:
         return name.rsplit(".", 1)[-1], type(module)
 
-    named = dict(model.named_modules())
-    ends = ".base_layer"
+    named, ends = dict(model.named_modules()), ".base_layer"
     adapted = {kind(name.removesuffix(ends), module) for name, module in named.items() if name.endswith(ends)}
     plain = [name for name, module in named.items() if kind(name, module) in adapted and "original_module" not in name]
     return [name for name in plain if not named[name].weight.requires_grad]
@@ -289,12 +292,10 @@ def tensors_with_moment(states: Iterable[Mapping[str, Any]]) -> int:
     import torch
 
     found = []
-    for state in states:
-        # not the map of 8-bit values
+    for state in states:  # without the map of 8-bit values
         moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
         nonzero = [dequantized(moment).any() for moment in moments]
         whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in nonzero]
         if whole:
             found.append(torch.stack(whole).any())
-    devices = {each.device for each in found}
-    return sum(int(torch.stack([each for each in found if each.device == device]).sum()) for device in devices)
+    return sum(int(torch.stack([each for each in found if each.device == at]).sum()) for at in {each.device for each in found})

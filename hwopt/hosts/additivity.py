@@ -101,9 +101,7 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
         return Additivity(None, f"{name} is not a model of transformers")
-    # whether the class gives what `forward` is called with, such as `num_items_in_batch`, to its loss
-    call = inspect.getsource(type(model).forward).partition("self.loss_function(")[2].partition("\n\n")[0]
-    if counted and "**kwargs" in call:
+    if counted and gives_words_to_loss(model):
         law: Law | None = "sum" if name.endswith(COUNTED) else None
     elif name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder:
         law = None
@@ -113,6 +111,11 @@ def additivity_of(trainer: Trainer, counted: bool, given: Law | None = None) -> 
         return Additivity(None, f"the loss of {name} is not on the list of losses that are known to be sums over samples")
     how = "divided by the labels of the step" if law == "sum" else f"a mean over the {law}"
     return Additivity(law, f"the loss of {name} is {how}")
+
+
+def gives_words_to_loss(model: Any) -> bool:
+    """Whether the class gives what `forward` is called with, such as `num_items_in_batch`, to its loss function."""
+    return "**kwargs" in inspect.getsource(type(model).forward).partition("self.loss_function(")[2].partition("\n\n")[0]
 
 
 def front_problem(trainer: Trainer) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hwopt.errors import PluginError
-from hwopt.hosts.additivity import device_of, shifts_labels
+from hwopt.hosts.additivity import device_of, gives_words_to_loss, inner, replaced_part, shifts_labels
 from hwopt.hosts.limits import refuse_prepared
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun, with_lines
@@ -20,7 +20,7 @@ from hwopt.plugin.recipe import LISTS, SETTINGS, SLOTS, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.training.listener import Listener
 
-MODEL_FIELDS = ("process", "model_kwargs", "model_steps", "loss", "final_steps")
+MODEL_FIELDS = ("process", "model_kwargs", "model_steps", "trainer", "loss", "final_steps")
 """Fields of the recipe that concern the model and the process alone."""
 MODEL_LACKS = {
     field: "apply() changes the model and the process alone; hwopt.session applies it in a loop"
@@ -80,8 +80,7 @@ def apply(
             run.say(f"{decision:8} {entry.name}: {skipped.get(entry.name, entry.reason)}")
             if decision == "skip":
                 continue
-            recipe = Recipe()  # what this plugin alone writes
-            entry.plugin.apply(recipe, plan.context)
+            recipe = recipe_of(entry, plan)
             if kernel := recipe.model_kwargs.get("attn_implementation"):
                 model.set_attn_implementation(kernel)
             if recipe.loss is not None:
@@ -101,10 +100,47 @@ def why_not(entry: Any, plan: Plan, model: Any) -> str:
         return str(entry.reason)
     if makes_another_model(written):
         return SAVED_MODEL
-    if "loss" in written and hasattr(model, "config") and getattr(model.config.get_text_config(), "output_router_logits", False):
+    return loss_problem(model) if "loss" in written else ""
+
+
+def loss_problem(model: Any) -> str:
+    """Why a plugin's loss cannot stand for that of `model`; "" if it can."""
+    if hasattr(model, "config") and getattr(model.config.get_text_config(), "output_router_logits", False):
         return "the model adds the load-balancing loss of its router to its own loss"
-    liger = "loss" in written and "liger_kernel" in getattr(model.forward, "__module__", "")
-    return "Liger computes the loss of this model already" if liger else ""
+    if "liger_kernel" in getattr(model.forward, "__module__", ""):
+        return "Liger computes the loss of this model already"
+    return ""
+
+
+def recipe_of(entry: Any, plan: Plan) -> Recipe:
+    """What the plugin of `entry` alone writes."""
+    recipe = Recipe()
+    entry.plugin.apply(recipe, plan.context)
+    return recipe
+
+
+def compute_loss_of_plan(run: ScriptRun) -> None:
+    """Let the model of `run` compute the plan's loss in training steps, until `run.process` ends; or leave it out and say why."""
+    author, model = run.recipe.author_of("loss"), inner(run.inner_model)
+    entry = next((each for each in run.plan.applied() if each.author == author), None)
+    if entry is None:
+        return
+    recipe, changes, why = recipe_of(entry, run.plan), Changes(model), loss_problem(model)
+    if own := replaced_part(model):
+        why = f"{own} of the model is yours"
+    elif not why and not gives_words_to_loss(model):
+        why = f"{type(model).__name__} computes its loss without loss_function"
+    try:
+        for step in () if why else (*recipe.model_steps, *recipe.final_steps):
+            step(model, run)
+    except PluginError as error:  # such as an output layer that an adapter of the user's trains
+        why = str(error)
+    if why:
+        run.leave_out({"loss": why})
+        return
+    compute_loss_in(model, recipe.loss, recipe, run)
+    changes.seen()
+    run.stack.callback(changes.undo)
 
 
 def makes_another_model(fields: Container[str]) -> bool:
@@ -112,7 +148,7 @@ def makes_another_model(fields: Container[str]) -> bool:
     return "final_steps" in fields and "loss" not in fields
 
 
-def compute_loss_in(model: Any, loss_of: Callable[..., Any], recipe: Recipe, run: ScriptRun) -> None:
+def compute_loss_in(model: Any, loss_of: Any, recipe: Recipe, run: ScriptRun) -> None:
     """Let `model.forward` compute `loss_of`, the loss of `recipe`, in training, wherever it is called with labels."""
     plain = model.forward
     shifted = shifts_labels(model)

@@ -103,7 +103,15 @@ def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:
     changed += done.values()
     if named and "model_init_kwargs" in inspect.signature(type(args)).parameters:
         planned, own = dict(recipe.model_kwargs), dict(args.model_init_kwargs or {})
-        if plan.model.frozen and recipe.accelerator.get("mixed_precision") and "dtype" not in own:
+        for key, make in recipe.trainer.items():
+            name = next(each.name for each in plan.applied() if each.author == recipe.author_of(f"trainer[{key!r}]"))
+            changed.append(f"{key} is that of plugin {name!r}, so other weights are trained; {name}=False leaves it out")
+            planned |= {key: make()} if key == "quantization_config" else {}
+        if (
+            (plan.model.frozen or "peft_config" in recipe.trainer)
+            and recipe.accelerator.get("mixed_precision")
+            and "dtype" not in own
+        ):
             planned["dtype"] = "auto"
             changed.append("the weights below the adapter keep the dtype of their file; dtype in model_init_kwargs sets another")
         args.model_init_kwargs = planned | own

@@ -104,7 +104,6 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
         vocabulary = config.get_text_config().vocab_size
         chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
         plugins = {plugin_of(CHUNKS): chunks} | plugins
-        del lacks["loss"]
     del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
     profile_name = "auto" if profile is None else profile.name
     found = plan_for(described, profile_name, script_of(args, lacks, dataset), plugins, hardware=hardware)

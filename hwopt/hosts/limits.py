@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -19,18 +20,19 @@ TRAINER_LACKS: dict[str, str] = {
     "parameter_groups": HostSets("which weights decay, and how fast each learns, is your Trainer's"),
     "order": "your Trainer's sampler orders the rows; set train_sampling_strategy = 'group_by_length' in your arguments",
     "collate": "your collator makes the batches",
-    "loss": "your Trainer computes the loss from the model's logits",
     "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
     "scaler": "Accelerate makes the loss scaler",
     "engine": "your Trainer owns the backward pass, clipping and the update",
     "prepared_steps": "your collator pads the batches; set torch_compile = True in your arguments for a compiled model",
     "state": "your Trainer's checkpoints have no place for it",
-    "final_steps": "the model that is saved is yours; pass peft_config or a prepared model",
+    "final_steps": "the model that is saved is yours",
     "events['on_gradients']": "your Trainer clips before anybody sees the gradients",
 }
 """Field of the recipe, or key, that a Trainer has no place for -> why the plugin that writes it is skipped."""
 SCRIPT_LACKS = {
     **{field: type(why)(re.sub("your (Trainer|arguments)", "your script", why)) for field, why in TRAINER_LACKS.items()},
+    "loss": "your script computes the loss from the model's logits",
+    "trainer": "the model that is saved is yours; pass a prepared model",
     "forward_backward": "your script owns the forward and the backward pass",
     "prepared_steps": "your collator pads the batches",
     "batch['widths']": "your collator pads the batches",
@@ -44,10 +46,12 @@ OWN_PARTS_LACK = {
     "collate": "your collate_fn makes the batches",
     "batch['widths']": "your collate_fn pads the batches",
     "final_steps": "the model that is saved is yours",
+    "trainer": "the model that is saved is yours",
 }
 """The same for a user's own module in hwopt's loop."""
 STEP_FIELDS = ("cut", "batch['train']", "forward_backward")  # what splits a step, and computes its parts
 ENGINE_FIELDS = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps", "optimizer", "optimizer_wraps")
+ENGINE_FIELDS += ("loss", "trainer")
 """What DeepSpeed, FSDP and Megatron do themselves."""
 NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")
@@ -58,13 +62,15 @@ LIBRARIES = ("transformers", "trl", "sentence_transformers", "hwopt")
 """Packages whose Trainers take their loader and optimizer from the arguments."""
 OWN_OPTIMIZER = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
 OWN_LOADER = ("get_train_dataloader", "_get_dataloader")
+LOADED = "the model is loaded already; pass its name to a trainer of TRL, or peft_config, or a prepared model"
+LOADING = ("peft_config", "quantization_config")
 OPTIMIZER_ARGUMENTS = ("optim_args", "optim_target_modules", "learning_rate_mapping")
 """Arguments that only the optimizer of the Trainer reads."""
 
 
 def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, str]:
     """`TRAINER_LACKS`, and what this Trainer class, its arguments and its constructor call (`given`) do themselves."""
-    found = dict(TRAINER_LACKS)
+    found = TRAINER_LACKS | loading_lacks(trainer, args, given)
     if word := engine_of(args):
         found |= engine_lacks(f"{word} of your arguments")
     optimizer = ""
@@ -83,11 +89,44 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found["loader"] = "each worker would repeat your IterableDataset; set dataloader_num_workers where it shares its rows"
     if passes := own_passes(trainer, args, given):
         found["forward_backward"] = passes
-    if args.use_liger_kernel:
-        found["loss"] = "use_liger_kernel of your arguments chooses the kernels of the loss"
+    if loss := own_loss(trainer, args, given):
+        found["loss"] = loss
     if any(cls.__name__ in GENERATING for cls in trainer.__mro__):
         found |= dict.fromkeys(STEP_FIELDS, "the trainer makes its rows inside the step")
     return found
+
+
+def loading_lacks(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, str]:
+    """Which `recipe.trainer` this Trainer has no place for, and why: it loads no model, or the user passes the same."""
+    takes = False
+    for cls in trainer.__mro__:
+        if "__init__" in vars(cls) and not cls.__module__.startswith("hwopt."):
+            parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+            takes = "peft_config" in parameters
+            if takes or all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+                break
+    if not takes or not isinstance(given.get("model"), str):
+        return {"trainer": LOADED}
+    if any(cls.__name__ == "RewardTrainer" for cls in trainer.__mro__):
+        return {"trainer": 'the head of a reward model is trained in full: pass peft_config with modules_to_save = ["score"]'}
+    own = {**(args.model_init_kwargs or {}), **given}
+    return {f"trainer[{word!r}]": HostSets(f"{word} is yours") for word in LOADING if own.get(word) is not None}
+
+
+def own_loss(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
+    """Why the loss must be computed as the Trainer does it; "" if it may be computed without logits in training steps."""
+    if args.use_liger_kernel:
+        return "use_liger_kernel of your arguments chooses the kernels of the loss"
+    if args.label_smoothing_factor:
+        return "label_smoothing_factor of your arguments needs the logits"
+    if given.get("compute_loss_func") is not None:
+        return "compute_loss_func is yours, and may read the logits"
+    if args.n_gpu > 1:
+        return "DataParallel copies the model in each step"
+    own = overridden(trainer, ("compute_loss",), ("transformers", "hwopt"))
+    if own.startswith("SFTTrainer."):
+        return HostSets("SFTTrainer computes its loss in tiles of the logits itself")
+    return own and f"{own} computes the loss, and may read the logits"
 
 
 def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:

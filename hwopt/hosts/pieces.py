@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, LlamaConfig, TrainingArguments
+from transformers import LlamaConfig, TrainingArguments
 
 from hwopt.errors import InputError
-from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES, plugin_words, sizes_of, words_of
+from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
@@ -21,14 +21,14 @@ from hwopt.text import listing, nearest
 from hwopt.training.optimizer import state_defaults
 
 ARGUMENTS_LACK = TRAINER_LACKS | {
+    "loss": "no argument says it; hwopt.optimized does it",
+    "trainer": "it is not an argument of them; pass peft_config to the trainer, or a prepared model",
     "cut": "arguments cannot split a step by length; hwopt.optimized does",
     "forward_backward": "arguments cannot record the passes of a step; hwopt.optimized does",
     "events": "arguments cannot call it in each step; hwopt.optimized does",
     "optimizer_wraps": "arguments cannot wrap the optimizer; hwopt.optimized does",
 }
 """Field of the recipe -> why TrainingArguments alone cannot express it."""
-BITS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
-"""Arguments of BitsAndBytesConfig, which plugins have as words for their options."""
 DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}  # those of torch's AdamW
 
 
@@ -71,12 +71,8 @@ def model_kwargs(profile: str, model: Any, **plugins: Any) -> dict[str, Any]:
     `model`: a name or a config. `plugins`: plugin -> its options, or False to leave it out.
     """
     plan = part_plan(profile, model, plugins)
-    words = {word: value for entry in plan.applied() for word, value in words_of(entry, plan, BITS)}
-    packed = words.get("load_in_4bit") or words.get("load_in_8bit")
-    if (dtype := words.pop("bnb_4bit_compute_dtype", None)) is not None:
-        words["bnb_4bit_compute_dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
-    config = {"quantization_config": BitsAndBytesConfig(bnb_4bit_quant_type="nf4", **words)} if packed else {}
-    return dict(plan.recipe.model_kwargs) | config
+    quantized = {name: make() for name, make in plan.recipe.trainer.items() if name == "quantization_config"}
+    return dict(plan.recipe.model_kwargs) | quantized
 
 
 def optimizer(profile: str, model: Any = None, **plugins: Any) -> Callable[..., Any]:

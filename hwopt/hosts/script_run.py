@@ -174,8 +174,11 @@ class ScriptRun(PlannedRun):
         present = getattr(getattr(attends, "config", None), "_attn_implementation", None)
         if wanted is not None and present is not None and present != wanted:
             attends.set_attn_implementation(wanted)
-        for step in self.recipe.model_steps:
-            model = step(model, self)
+        recipe = self.recipe
+        # the Trainer has loaded the model with what is in `trainer`; a loss changes the model in training steps alone
+        others = {recipe.named(recipe.author_of(what)) for what in ("loss", *(f"trainer[{key!r}]" for key in recipe.trainer))}
+        for step in recipe.model_steps:
+            model = model if getattr(step, "who", "") in others else step(model, self)
         self.inner_model = self.model = model
         return model
 

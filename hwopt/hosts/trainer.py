@@ -27,6 +27,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import inner, refuse_other_laws
+from hwopt.hosts.apply import compute_loss_of_plan
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
 from hwopt.hosts.script_plan import plan_for
@@ -101,6 +102,8 @@ class OptimizedTrainer(Base):
         self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
+        if adapter := found.plan.recipe.trainer.get("peft_config"):
+            given["peft_config"] = adapter()
         if model is not None and not isinstance(model, str):
             if given.get("peft_config") is None:  # else the weights will be frozen, and the adapters' are fp32
                 refuse_half_weights(model, found.plan)
@@ -243,6 +246,7 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             run.model, run.inner_model = objects["model"], trainer.accelerator.unwrap_model(trainer.model)
             run.adapt(run.inner_model)
+            compute_loss_of_plan(run)
             run.scheduler, run.scaler, optimizer = objects.get("lr_scheduler"), trainer.accelerator.scaler, objects["optimizer"]
             run.optimizer = getattr(optimizer, "optimizer", optimizer)
             run.step, run.total_steps = state.global_step, state.max_steps

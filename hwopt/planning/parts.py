@@ -57,14 +57,23 @@ class HostSets(str):
     """Why a plugin is skipped that only sets arguments of the loop itself: nothing is lost, so `strict` accepts it."""
 
 
+def why_lacking(lacking: Mapping[str, str], written: Sequence[str]) -> list[str]:
+    """Why a host cannot take each of the fields and keys `written` by a plugin; "" for one that it takes.
+
+    What a loss or arguments of a Trainer need of the model counts only where the host takes neither of them.
+    """
+    if "loss" in written or ("trainer" not in lacking and any(what.startswith("trainer[") for what in written)):
+        written = [what for what in written if what not in ("process", "model_steps", "final_steps")]
+    return [lacking.get(what) or lacking.get(what.partition("[")[0], "") for what in written]
+
+
 def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -> PluginDecision:
     """`entry`, skipped if it wrote one of the fields or keys that are `lacking`."""
-    written = recipe.written_by_author(entry.author) if entry.decision != "skip" else ()
-    reasons = [reason for what in written if (reason := lacking.get(what) or lacking.get(what.partition("[")[0]))]
-    if not reasons:
+    reasons = why_lacking(lacking, recipe.written_by_author(entry.author)) if entry.decision != "skip" else []
+    if not any(reasons):
         return entry
-    set_there = len(reasons) == len(written) and all(isinstance(reason, HostSets) for reason in reasons)
-    return replace(entry, decision="skip", reason=str(reasons[0]), replaced=set_there)
+    set_there = all(isinstance(reason, HostSets) for reason in reasons)
+    return replace(entry, decision="skip", reason=str(next(filter(None, reasons))), replaced=set_there)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def missing(entries: Sequence[PluginDecision]) -> Iterator[str]:
         for name in entry.plugin.relations.requires:
             if name not in found:
                 yield f"{entry.author} needs the plugin {name!r}: add a table [plugins.{name}], or remove [plugins.{entry.name}]"
-            elif found[name].decision == "skip":
+            elif found[name].decision == "skip" and not found[name].replaced:
                 without = f"To train without both set plugins.{entry.name}.enabled = false"
                 yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}. {without}"
 

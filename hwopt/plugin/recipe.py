@@ -141,6 +141,7 @@ class Recipe:
     process: Steps
     model_kwargs: Settings
     model_steps: Steps
+    trainer: Settings
     loss: Callable[..., Any] | None
     order: Callable[..., Any] | None
     collate: Callable[..., Any] | None

@@ -224,18 +224,15 @@ class FusedLoss(hw.Plugin):
         return [hw.Scale(choices=(hw.Choice(changes={}, note=note, time=1.05), hw.OFF), present=1)]
 
     def evidence(self, run: hw.RunView) -> hw.Evidence:
-        layer = run.inner_model.get_output_embeddings()
-        if layer.forward is not return_input:
-            return hw.Evidence.inactive("the output layer still computes the logits")
-        linear = linear_in(layer)
+        linear = linear_in(run.inner_model.get_output_embeddings())
         operators, micro_batches = run.observation.operators, len(run.last_step_batch.sizes)
         liger, torch_loss = operators.get(LIGER_OPERATOR, 0), operators.get(FUSED_OPERATOR, 0)
         fused, plain = liger + torch_loss, sum(operators.get(name, 0) for name in PLAIN_OPERATORS)
         tokens = max(rows * width for rows, width in run.last_step_batch.sizes)
         chunks = operators.get("aten::scatter_add_", 0) // max(1, fused)  # one per chunk; liger uses its own kernel
         seen = (
-            f"the output layer returned {linear.in_features:,} values per token instead of {linear.out_features:,}; in this step "
-            f"{fused} fused loss(es), {plain} on whole logits; {tokens:,} tokens in {chunks or 'as many chunks as liger chose'}"
+            f"in this step {fused} fused loss(es), {plain} on whole logits of {linear.out_features:,} values per token; "
+            f"{tokens:,} tokens in {chunks or 'as many chunks as liger chose'}"
         )
         if chunks:
             seen += f" chunks, so logits of {ceil(tokens / chunks):,} tokens at once"

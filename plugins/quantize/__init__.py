@@ -23,6 +23,7 @@ from hwopt.hardware.device import GIB
 BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 """Bits -> bytes per weight, with a 32-bit scale for each block of 64 weights in 4 bit."""
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SMALL_PART = 0.01
 """Weights that stay unquantized are reported if they are a larger part of the model: not for small convolutions."""
 
@@ -64,7 +65,7 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
     from torch._subclasses.fake_tensor import FakeTensor
 
     bits, double = options.bits, options.double
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options.dtype]
+    dtype = getattr(torch, DTYPES[options.dtype])
     if isinstance(layer.weight.data, FakeTensor):
         from hwopt_plugins.quantize.stand_in import PackedLinear
 
@@ -87,6 +88,16 @@ def quantize_linear(layer: Any, options: Quantize.Options, run: hw.RunView) -> A
     if layer.bias is not None:
         packed.bias = torch.nn.Parameter(layer.bias.data.to(run.device), requires_grad=False)
     return packed.train(layer.training)
+
+
+def bitsandbytes_config(options: Quantize.Options) -> Any:
+    """The same as an argument of `from_pretrained`."""
+    from transformers import BitsAndBytesConfig
+
+    if options.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": options.double}
+    return BitsAndBytesConfig(bnb_4bit_compute_dtype=DTYPES[options.dtype], **four)
 
 
 def by_rows(forward: Callable[[Any], Any], inputs: Any) -> Any:
@@ -229,6 +240,7 @@ class Quantize(hw.Plugin):
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
         recipe.model_kwargs["dtype"] = "auto"  # the dtype of the file: fp32 would need twice the host memory
         recipe.model_steps.append(partial(quantize, options=self.options))
+        recipe.trainer["quantization_config"] = partial(bitsandbytes_config, self.options)
         recipe.final_steps.append(dequantize)
 
     def memory(self, spec: hw.MemorySpec, context: hw.Context) -> None:

@@ -15,6 +15,7 @@ from hosts.test_trl import QUIET, text, tokenizer
 
 from hwopt.hosts.apply import MODEL_LACKS, SAVED_MODEL, makes_another_model
 from hwopt.hosts.limits import NOT_ADDITIVE, OWN_PARTS_LACK, SCRIPT_LACKS, STEP_FIELDS, TRAINER_LACKS
+from hwopt.planning.parts import why_lacking
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.written import written_by
 
@@ -38,11 +39,13 @@ def table() -> str:
         cells = []
         for lacks in HOSTS.values():
             written = written_by(registry.plugin(name), name, lacks)
-            found = [lacks.get(key) or lacks.get(key.partition("[")[0]) for key in written.keys]
+            found = list(filter(None, why_lacking(lacks, written.keys)))
             if lacks is MODEL_LACKS and makes_another_model(written.fields or ()):
                 found.append(SAVED_MODEL)
-            reason = next(filter(None, found), None)
-            cells.append("yes" if reason is None else f"no ({reasons.setdefault(reason, len(reasons) + 1)})")
+            reason = next(iter(found), None)
+            arguments = lacks is TRAINER_LACKS and "trainer" in (written.fields or ())
+            fine = "for a name" if arguments else "yes"
+            cells.append(fine if reason is None else f"no ({reasons.setdefault(reason, len(reasons) + 1)})")
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
