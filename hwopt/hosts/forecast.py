@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trl.trainer import sft_trainer
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
+from hwopt.errors import HwoptError
+from hwopt.hardware.device import Hardware
 from hwopt.hosts.arguments import script_of
-from hwopt.hosts.limits import TRAINER_LACKS, own_passes
+from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
 from hwopt.hosts.script_plan import NAME, plan_for, task_of, transformers_model
 from hwopt.hosts.trainer import described_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
+from hwopt.memory.trace.tracing_process import spent
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
@@ -31,10 +33,11 @@ from hwopt.planning.resolve import hardware_of_card
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
-from hwopt.text import listing
+from hwopt.text import first_line, listing
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
+TRACE_SECONDS = 60.0  # of CPU time that a Trainer waits for its forecast
 LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the model say a number
 TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
@@ -79,13 +82,23 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     Raises InputError for a card that no profile describes, and as `hwopt.resolve` does.
     """
     args = args or TrainingArguments("trainer_output", use_cpu=True)
+    profile = None if card == "auto" else Inputs().profile_of_card(card)
+    hardware = None if profile is None else hardware_of_card(profile)
+    return forecast(model, args, dataset, peft_config, plugins, "auto" if profile is None else profile.name, hardware)
+
+
+def forecast(
+    model: Any, args: Any, dataset: Any, peft_config: Any, plugins: Mapping[str, Any], profile: str, hardware: Hardware | None
+) -> Fit:
+    """The answer of `fits` with the name of a profile, on `hardware` (None: this machine)."""
     kind, second = type(args).__name__, "its trainer may hold a second model, or make its rows in the step"
     if kind not in KNOWN:
         return Fit(None, f"{kind}: {second}; the forecast knows {listing(KNOWN)}")
     described, adapted, unknown = without_adapter(described_model(model, {}), args, peft_config)
     if unknown:
         return Fit(None, unknown)
-    plugins = {plugin_of(LORA): False, plugin_of(QUANTIZED): False} | adapted | plugins
+    loads = kind == "SFTConfig" and not hasattr(described, "parameters")  # TRL loads a model with the adapter of the plan
+    plugins = dict(plugins) | ({} if loads else {plugin_of(LORA): False, plugin_of(QUANTIZED): False}) | adapted
     if kind == "SFTConfig":
         described = with_language_head(described)
     whole = next((word for word in WHOLE if getattr(args, word, None)), "")
@@ -97,18 +110,17 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     config = getattr(described, "config", described)
     if not hasattr(config, "model_type"):
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
-    profile = None if card == "auto" else Inputs().profile_of_card(card)
-    hardware = None if profile is None else hardware_of_card(profile)
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
-    if kind == "SFTConfig" and hasattr(sft_trainer, "add_fused_lm_head"):  # the trainer's own loss without logits
+    if kind == "SFTConfig":  # the trainer's own loss without logits
         vocabulary = config.get_text_config().vocab_size
         chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
         plugins = {plugin_of(CHUNKS): chunks} | plugins
-    del lacks["final_steps"]  # what stands in for the trainer's parts is not saved
-    profile_name = "auto" if profile is None else profile.name
-    found = plan_for(described, profile_name, script_of(args, lacks, dataset), plugins, hardware=hardware)
-    known = plugin_of(LORA) not in adapted or plugin_of(QUANTIZED) in adapted
-    if copies := "" if known else frozen_copies(described, args, found.plan):
+    elif loss := own_loss(Trainer, args, {}):
+        lacks["loss"] = loss
+    found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
+    applied = {entry.name for entry in found.plan.applied()}
+    frozen = plugin_of(LORA) in applied and plugin_of(QUANTIZED) not in applied
+    if copies := frozen_copies(described, args, found.plan) if frozen else "":
         return Fit(None, copies)
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
@@ -117,6 +129,21 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     if memory.lower_bound:
         why = f"at least {why}; {memory.note}"
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
+
+
+def forecast_of_trainer(trainer: type, args: Any, given: Mapping[str, Any], profile: str, plugins: Mapping[str, Any]) -> Fit:
+    """The forecast for a Trainer of this class that is about to be made; `given`: the arguments of its constructor."""
+    if word := engine_of(args):
+        return Fit(None, f"{word} of your arguments shards or offloads the model")
+    if own := overridden(trainer, ("compute_loss", "training_step")):
+        return Fit(None, f"{own} may keep more than the model's own loss does")
+    before, spent.most = spent.most, TRACE_SECONDS
+    try:
+        return forecast(given["model"], args, given.get("train_dataset"), given.get("peft_config"), plugins, profile, None)
+    except HwoptError as error:
+        return Fit(None, first_line(error))
+    finally:
+        spent.most = before
 
 
 def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
@@ -151,7 +178,7 @@ def frozen_copies(described: Any, args: Any, plan: Plan) -> str:
     Autocast keeps a copy of each one of another dtype for the backward pass.
     """
     asked = (getattr(args, "model_init_kwargs", None) or {}).get("dtype")
-    dtype = str(asked or dtype_of(described) or "float32").removeprefix("torch.")
+    dtype = str((asked != "auto" and asked) or dtype_of(described) or "float32").removeprefix("torch.")
     computes = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.recipe.accelerator.get("mixed_precision", "no"), "float32")
     why = f"the weights below the adapter are in {dtype} and the products in {computes}, whose copies the forecast does not count"
     return "" if dtype == computes else f"{why}: load the model with dtype=torch.{computes}"

@@ -50,8 +50,8 @@ OWN_PARTS_LACK = {
 }
 """The same for a user's own module in hwopt's loop."""
 STEP_FIELDS = ("cut", "batch['train']", "forward_backward")  # what splits a step, and computes its parts
-ENGINE_FIELDS = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps", "optimizer", "optimizer_wraps")
-ENGINE_FIELDS += ("loss", "trainer")
+ENGINE_FIELDS: tuple[str, ...] = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps")
+ENGINE_FIELDS += ("optimizer", "optimizer_wraps", "loss", "trainer")
 """What DeepSpeed, FSDP and Megatron do themselves."""
 NOT_ADDITIVE = 'hwopt does not know how the loss adds up from its rows; say additive="rows", "labels" or "sum"'
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule", "DataParallel")

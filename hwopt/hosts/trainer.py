@@ -23,7 +23,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
-from hwopt.errors import InputError
+from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import inner, refuse_other_laws
@@ -33,6 +33,7 @@ from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_version
 from hwopt.hosts.script_plan import plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep
+from hwopt.planning.plan import Plan
 from hwopt.training.listener import DONE, Listener
 from hwopt.training.optimizer import state_defaults
 
@@ -98,8 +99,10 @@ class OptimizedTrainer(Base):
         refuse_prepared(model)
         script = script_of(args, lacks_of(type(self), args, given), given.get("train_dataset"))
         script = replace(script, adapter=given.get("peft_config") is not None)
-        found = plan_for(described_model(model, given), settings.profile, script, settings.plugins, settings.strict)
-        self._run = ScriptRun(found.plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
+        described = described_model(model, given)
+        found = plan_for(described, settings.profile, script, settings.plugins, settings.strict)
+        plan, memory = self._with_memory(found.plan, {**given, "model": model if isinstance(model, str) else described})
+        self._run = ScriptRun(plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
         if adapter := found.plan.recipe.trainer.get("peft_config"):
@@ -108,12 +111,28 @@ class OptimizedTrainer(Base):
             if given.get("peft_config") is None:  # else the weights will be frozen, and the adapters' are fp32
                 refuse_half_weights(model, found.plan)
             given["model"] = self._run.fitted(model)
-        for line in (*found.lines(), *changed):
+        for line in (*found.lines(), *memory, *changed):
             self._run.say(line)
         super().__init__(**given)
         if isinstance(model, str) and given.get("peft_config") is None:  # the arguments may name a dtype
             refuse_half_weights(self.model, found.plan)
         self._bind(isinstance(model, str))
+
+    def _with_memory(self, plan: Plan, given: Mapping[str, Any]) -> tuple[Plan, list[str]]:
+        """`plan` with the forecast of its memory, and a line about it. As in `hwopt run`, for a GPU and on the first rank."""
+        if plan.hardware.device_type != "cuda" or self._own_args.process_index:
+            return plan, []
+        from hwopt.hosts.forecast import forecast_of_trainer  # imports this module
+
+        settings = self._settings
+        found = forecast_of_trainer(type(self), self._own_args, given, settings.profile, settings.plugins)
+        line = f"memory: {found}"
+        if found.fits is False:
+            line += '. Start with fewer rows at once, batch={"train": 1}, or with checkpointing={"layers": "all"}'
+            if settings.strict:
+                raise DoesNotFitError(f"strict: {line}")
+            line += "; a step that runs out of memory is repeated in smaller parts where it may be split"
+        return replace(plan, memory=found.memory), [line]
 
     def _bind(self, named: bool) -> None:
         """Give the run the objects that the Trainer has made."""

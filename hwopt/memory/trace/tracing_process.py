@@ -38,9 +38,10 @@ CPU_SECONDS = 600.0
 
 @dataclass
 class Spent:
-    """CPU time of the requests of this process that were answered."""
+    """CPU time of the requests of this process that were answered, and the most that the next one may take."""
 
     seconds: float = 0.0
+    most: float = CPU_SECONDS
 
 
 spent = Spent()
@@ -128,14 +129,14 @@ def ask(request: bytes) -> Any:
     with _lock:
         for attempt in (1, 2):
             try:
-                reply = running_server().ask(request, CPU_SECONDS, cpu_time=True)
+                reply = running_server().ask(request, spent.most, cpu_time=True)
             except ServerEnded as error:  # perhaps because no request came for a while
                 close()
                 if attempt == 2:
                     raise NotTraceable(f"the tracing process ended: {error}") from None
                 continue
             if reply is None:
-                raise NotTraceable(f"tracing took more than {CPU_SECONDS:g} seconds of CPU time")
+                raise NotTraceable(f"tracing took more than {spent.most:g} seconds of CPU time")
             spent.seconds += reply.cpu_seconds
             if reply.exit_code:
                 raise NotTraceable(f"the tracing process died with exit code {reply.exit_code}")
