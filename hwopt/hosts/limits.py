@@ -105,7 +105,7 @@ def loading_lacks(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[st
             takes = "peft_config" in parameters
             if takes or all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
                 break
-    if not takes or not isinstance(given.get("model"), str):
+    if not takes or not isinstance(given.get("model"), str) or not hasattr(args, "model_init_kwargs"):
         return {"trainer": LOADED}
     if any(cls.__name__ == "RewardTrainer" for cls in trainer.__mro__):
         return {"trainer": 'the head of a reward model is trained in full: pass peft_config with modules_to_save = ["score"]'}

@@ -51,6 +51,6 @@ def test_plan_that_does_not_fit_is_refused_only_with_strict(
     monkeypatch.setattr("hwopt.hosts.forecast.forecast", lambda *_: Fit(False, "9.00 of 8.00 GiB"))
     trained(tmp_path)
     assert 'does not fit: 9.00 of 8.00 GiB. Start with fewer rows at once, batch={"train": 1}' in capsys.readouterr().out
-    off = {"schedule": False, "compile": False}
+    off = {"adapter": False, "dataloader": {"num_workers": 0}}
     with pytest.raises(DoesNotFitError, match="strict: memory: does not fit"):
         trained(tmp_path, strict=True, **off)
