@@ -21,8 +21,7 @@ from hwopt.errors import HwoptError
 from hwopt.hardware.device import Hardware
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
-from hwopt.hosts.script_plan import NAME, plan_for, task_of, transformers_model
-from hwopt.hosts.trainer import described_model
+from hwopt.hosts.script_plan import NAME, described_model, plan_for, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.tracing_process import spent

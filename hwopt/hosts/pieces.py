@@ -14,8 +14,7 @@ from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES, plugin_words, s
 from hwopt.hardware.detect import detect
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
-from hwopt.hosts.script_plan import Script, plan_for
-from hwopt.hosts.trainer import described_model
+from hwopt.hosts.script_plan import Script, described_model, plan_for
 from hwopt.planning.plan import Plan
 from hwopt.text import listing, nearest
 from hwopt.training.optimizer import state_defaults

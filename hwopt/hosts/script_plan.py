@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
@@ -23,6 +23,7 @@ from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_software, with_layer_speed
 from hwopt.hardware.device import Hardware
+from hwopt.hosts.additivity import inner
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
@@ -143,6 +144,16 @@ def task_of(model: Any) -> str:
     kind = next((kind for end, kind in HEADS.items() if name.endswith(end)), "text-classification")
     decoder = not getattr(getattr(model, "config", model), "is_encoder_decoder", False)
     return "causal-lm" if kind == "seq2seq-lm" and decoder else kind
+
+
+def described_model(model: Any, given: Mapping[str, Any]) -> Any:
+    """What the plan reads of the model: itself, or the config of the name that the Trainer will load."""
+    if isinstance(model, str):
+        return AutoConfig.from_pretrained(model)
+    if model is None:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # the Trainer calls it once more
+            return given["model_init"]()
+    return inner(model)
 
 
 def transformers_model(model: Any) -> Any:

@@ -21,16 +21,16 @@ from unittest import mock
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hardware.monitor import peak_memory_gib
-from hwopt.hosts.additivity import inner, refuse_other_laws
+from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.apply import compute_loss_of_plan
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
-from hwopt.hosts.script_plan import plan_for
+from hwopt.hosts.script_plan import described_model, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep
 from hwopt.planning.plan import Plan
@@ -122,7 +122,7 @@ class OptimizedTrainer(Base):
         """`plan` with the forecast of its memory, and a line about it. As in `hwopt run`, for a GPU and on the first rank."""
         if plan.hardware.device_type != "cuda" or self._own_args.process_index:
             return plan, []
-        from hwopt.hosts.forecast import forecast_of_trainer  # imports this module
+        from hwopt.hosts.forecast import forecast_of_trainer  # imports the tracer
 
         settings = self._settings
         found = forecast_of_trainer(type(self), self._own_args, given, settings.profile, settings.plugins)
@@ -246,16 +246,6 @@ def default_arguments(trainer: type, model: Any) -> Any:
         label = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         return found(f"{label.rpartition('/')[2] or 'trainer'}-{name}")
     return TrainingArguments("trainer_output")
-
-
-def described_model(model: Any, given: Mapping[str, Any]) -> Any:
-    """What the plan reads of the model: itself, or the config of the name that the Trainer will load."""
-    if isinstance(model, str):
-        return AutoConfig.from_pretrained(model)
-    if model is None:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):  # the Trainer calls it once more
-            return given["model_init"]()
-    return inner(model)
 
 
 def callback_of(run: ScriptRun, trainer: Any) -> Any:
