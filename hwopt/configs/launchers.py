@@ -127,6 +127,7 @@ DEEPSPEED = Dialect("deepspeed",
         "optimizer.type": ("optim", ADAMW), "optimizer.params.lr": "learning_rate", "optimizer.params.betas": betas,
         "optimizer.params.eps": "adam_epsilon", "optimizer.params.weight_decay": "weight_decay",
         "scheduler.type": ("lr_scheduler_type", SCHEDULERS), "scheduler.params.warmup_num_steps": "warmup_steps",
+        "scheduler.params.total_num_steps": "max_steps",
         f"{ZERO}.offload_param.device": offload("parameters"),
         f"{ZERO}.offload_optimizer.device": offload("optimizer", f"{ZERO}.offload_param.device"),
     }, {}, "a key of DeepSpeed without a counterpart; hwopt sets its engine by the plan")

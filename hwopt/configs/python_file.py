@@ -26,7 +26,7 @@ ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
 PATIENCE = "early_stopping_patience"
 MODEL_LOADED = re.compile(r"(^|\.)(\w*Model|\w+For[A-Z])\w*\.from_pretrained$")
-ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames")
+ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames", "TaskType")
 
 
 def from_python(text: str, name: str) -> SourceFile:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.words import SCHEDULE_OPTIONS, NotReadable, number, typed
+from hwopt.configs.words import ARGUMENTS, SCHEDULE_OPTIONS, NotReadable, number, typed
 
 Tool = Literal["transformers", "axolotl", "llama-factory", "accelerate", "deepspeed", "hwopt-profile", "hwopt-job"]
 TOOL_NAMES: Mapping[Tool, str] = {
@@ -130,6 +130,12 @@ class View:
         found = self.settings.get(word)
         return default if found is None or found.value is None else found.value
 
+    def found(self, word: str) -> ConfigSetting | None:
+        """The setting for `word`. A word that the tools do not share is the key of one tool."""
+        if word in self or word in ARGUMENTS:
+            return self.settings.get(word)
+        return next((each for each in self.unread if each.key == word and each.kind in ("unknown", "other")), None)
+
     def number(self, word: str) -> float | None:
         """The value of `word` if the file gives it as a number."""
         found = self.value(word)
@@ -137,7 +143,7 @@ class View:
 
     def lacks(self, *words: str) -> bool:
         """Whether the file gives none of `words`, not even with a value that cannot be read."""
-        given = self.settings.keys() | {each.word for each in self.unread}
+        given = self.settings.keys() | {each.word or each.key for each in self.unread}
         return not given & set(words) and ("**",) not in {each.path for each in self.unread}
 
     def is_on(self, word: str) -> bool:
@@ -146,9 +152,10 @@ class View:
 
     def meets(self, word: str, expected: Any) -> bool:
         """Whether the value is `expected`, or passes the test `expected`. No value passes that cannot be read."""
-        if word not in self and not self.lacks(word):
+        found = self.found(word)
+        if found is None and not self.lacks(word):
             return False
-        value = self.value(word)
+        value = found and found.value
         return bool(expected(value)) if callable(expected) else value == expected
 
     def unread_as(self, kind: Kind) -> Iterator[ConfigSetting]:
@@ -156,7 +163,7 @@ class View:
 
     def spelled(self, word: str) -> str:
         """The key for `word` in this file: the file's own one, else the tool's."""
-        found = self.settings.get(word)
+        found = self.found(word)
         return found.key if found else self.spelling(word)
 
     def line(self, word: str, value: Any) -> str:

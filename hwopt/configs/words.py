@@ -35,7 +35,7 @@ FLAGS = names("""
     torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last group_by_length
     auto_find_batch_size load_best_model_at_end greater_is_better push_to_hub hub_private_repo use_cpu
     logging_nan_inf_filter use_liger_kernel load_in_4bit load_in_8bit bnb_4bit_use_double_quant use_peft use_dora use_rslora
-    packing trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
+    packing padding_free trust_remote_code pure_bf16 do_train do_eval do_predict full_determinism ignore_data_skip
     prediction_loss_only remove_unused_columns text_blocks assistant_only_loss train_on_inputs
 """)
 OTHER_ARGUMENTS = names("""
@@ -65,7 +65,16 @@ OPTIMIZERS = names("""
     paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit
     schedule_free_adamw schedule_free_radam schedule_free_sgd sgd stable_adamw
 """)
-"""Values of `optim` in transformers 5."""
+SCHEDULES = names("""
+    linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau
+    cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy
+""")
+INTERVALS = names("no steps epoch")
+VALUES = {
+    "optim": OPTIMIZERS, "lr_scheduler_type": SCHEDULES, "eval_strategy": INTERVALS, "logging_strategy": INTERVALS,
+    "save_strategy": INTERVALS | {"best"},
+}
+"""Word -> its values in transformers 5."""
 REMOVED = """
     fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
     past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters

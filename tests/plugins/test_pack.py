@@ -23,7 +23,7 @@ from hwopt.errors import PluginError
 from hwopt.hardware.device import described
 from hwopt.plugin import Context
 from hwopt.plugin.registry import Registry
-from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, TINY_LLAMA, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.pack import pack_rows
 from hwopt_plugins.pack.collate import PackedCollate
 
@@ -210,6 +210,20 @@ def half_packed(patch: pytest.MonkeyPatch) -> None:
         return [*pack_rows(lengths[:half], width), *([index] for index in range(half, len(lengths)))]
 
     patch.setattr(hwopt_plugins.pack.collate, "pack_rows", packed)
+
+
+def test_evidence_of_documents_that_leak_after_the_first_step_is_inactive(tmp_path: Path) -> None:
+    class Leaks(Recorder):
+        def on_evidence(self, run: Any, found: list[Any]) -> None:
+            super().on_evidence(run, found)
+            real = run.inner_model.forward
+            run.inner_model.forward = lambda *inputs, **named: real(*inputs, **{**named, "position_ids": None})
+
+    job = tiny_job(tmp_path, "causal-lm", max_steps=2)
+    recorder = train_tiny(plan_for(tiny_profile(pack={}), job), tmp_path, Leaks())
+    (_, first), (_, last) = (found[-1] for found in (recorder.found, recorder.found_at_end))
+    assert (first.status, last.status) == ("active", "inactive")
+    assert "outputs of packed documents differ from those in separate rows" in last.seen
 
 
 CASES = Cases(

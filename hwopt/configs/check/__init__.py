@@ -82,7 +82,7 @@ class Rule:
     """The tools that it is about; (): all."""
 
     def concerns(self, view: View) -> bool:
-        return (not self.tools or view.tool in self.tools) and (not self.words or any(word in view for word in self.words))
+        return (not self.tools or view.tool in self.tools) and (not self.words or any(map(view.found, self.words)))
 
 
 def rule(

@@ -135,7 +135,7 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
 
 
 def reported(rule: Rule, finding: Finding, view: View) -> Finding:
-    setting = view.settings.get(finding.word)
+    setting = view.found(finding.word)
     place, key = (setting.place, setting.key) if setting else (view.source.name, "")
     return replace(
         finding, rule=rule.name, level=finding.level or rule.level, place=finding.place or place, key=finding.key or key

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from hwopt.configs.check import Facts
 from hwopt.configs.check.checker import CheckReport, Given, check, check_file, installed_rules
 from hwopt.configs.recognise import read_source, view_of
-from hwopt.configs.words import OPTIMIZERS
+from hwopt.configs.words import VALUES
 from hwopt.planning.inputs import Inputs
 
 INPUTS = Inputs()
@@ -127,4 +128,6 @@ def test_deepspeed_file_beside_the_arguments_is_read(tmp_path: Path) -> None:
 
 
 def test_optimizers_are_those_of_transformers() -> None:
-    assert {each.value for each in OptimizerNames} <= OPTIMIZERS
+    assert {each.value for each in OptimizerNames} <= VALUES["optim"]
+    assert {each.value for each in SchedulerType} == VALUES["lr_scheduler_type"]
+    assert {each.value for each in SaveStrategy} == VALUES["save_strategy"]

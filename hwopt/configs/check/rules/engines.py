@@ -41,6 +41,18 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, fix)
 
 
+@rule("adapter-task", "error", words=("from_pretrained.num_labels",), source="PEFT, LoraConfig: task_type, modules_to_save")
+def adapter_task(view: View, facts: Facts) -> Iterator[Finding]:
+    """An adapter for another task than the model's, which is a classification: its new head is frozen."""
+    word, kind = "LoraConfig.task_type", ("SEQ_CLS", "TOKEN_CLS")
+    given = view.found(word)
+    named = "LoraConfig" in view.source.calls and view.lacks("modules_to_save") and (given or view.lacks(word))
+    if named and str(given and given.value).upper() not in kind:
+        what = f"The model has num_labels, and task_type is {given.value if given else 'not given'}."
+        why = "PEFT freezes the head, which has random weights, and does not save it: a loaded model has another head."
+        yield Finding(word if given else "use_peft", what, why, f'{word.partition(".")[2]}="SEQ_CLS"')
+
+
 @rule("reentrant-adapter", "warning", words=(REENTRANT,), source="transformers#21381, #42489", tools=("transformers",))
 def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
     """Checkpointing is reentrant, and an adapter freezes the weights below it, in a script with transformers' own Trainer."""
@@ -51,7 +63,7 @@ def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(REENTRANT, what, why, view.line(REENTRANT, False))
 
 
-@rule("packing-leak", "warning", words=("packing",), source="transformers#46634, axolotl#3796", tools=TRAINERS)
+@rule("packing-leak", "warning", words=("packing", "padding_free"), source="transformers#46634, axolotl#3796", tools=TRAINERS)
 def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     """packing is on, and the documents of a row are not kept apart."""
     given, name = view.source.values, str(view.value("attn_implementation"))
@@ -61,9 +73,10 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
         apart, fix = apart or name not in ("None", "eager"), "flash_attention: true"
     elif view.tool == "llama-factory":  # its flash attention sees the whole row, and pretraining means to join documents
         apart, needed, fix = given.get("neat_packing") is True or view.is_on("text_blocks"), "neat_packing", "neat_packing: true"
-    if view.is_on("packing") and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
+    word = next(filter(view.is_on, ("packing", "padding_free")), None)
+    if word and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
         why = "Documents of one row can attend to each other: the loss is that of another text."
-        yield Finding("packing", f"{view.spelled('packing')} is on without {needed}.", why, fix)
+        yield Finding(word, f"{view.spelled(word)} is on without {needed}.", why, fix)
 
 
 @rule("states-offload", "error", words=("optim",), source="DeepSpeed#7524: ZeRO-Offload, client optimizer", tools=TRAINERS)
@@ -91,6 +104,19 @@ def offload_stage(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"The {target} are offloaded with ZeRO stage {stage:g}; stage {least} is needed."
         why = "DeepSpeed ignores the setting or stops."
         yield Finding("zero_offload", what, why, view.line("zero_stage", least))
+
+
+SPLIT = ("zero_optimization.stage3_gather_16bit_weights_on_model_save", "deepspeed_config.zero3_save_16bit_model")
+
+
+@rule("split-weights", "warning", words=SPLIT, source="transformers, deepspeed.md; accelerate, get_state_dict")
+def split_weights(view: View, facts: Facts) -> Iterator[Finding]:
+    """ZeRO stage 3 without gathering the weights to save them."""
+    for word in SPLIT:
+        if view.meets(word, False) and view.number("zero_stage") == 3:
+            what = f"{view.spelled('zero_stage')} is 3, and {word.partition('.')[2]} is false."
+            why = "A checkpoint has no weights that from_pretrained reads, until zero_to_fp32.py has joined the parts."
+            yield Finding(word, what, why, view.line(word, True))
 
 
 @rule("precision-twice", "error", words=("deepspeed",), source="accelerate: deepspeed_config_file", tools=("accelerate",))

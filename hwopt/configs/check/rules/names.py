@@ -15,7 +15,7 @@ from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, OPTIMIZERS, Former
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, VALUES, Former
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -154,15 +154,16 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("optimizer-name", "error", source="transformers, OptimizerNames", words=("optim",), tools=TRANSFORMERS)
-def optimizer_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """An optimizer that transformers does not have."""
-    name = view.value("optim")
-    if isinstance(name, str) and name not in OPTIMIZERS | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these two
-        near = get_close_matches(name[:80], sorted(OPTIMIZERS), n=1, cutoff=0.75)
-        what = f"transformers has no optimizer {truncate(name)}."
-        why = "TrainingArguments stops with a ValueError."
-        yield Finding("optim", what, why, view.line("optim", near[0] if near else "adamw_torch_fused"))
+@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType", words=tuple(VALUES), tools=TRANSFORMERS)
+def value_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """An optimizer, a schedule or an interval that transformers does not have."""
+    for word, known in VALUES.items():
+        name = view.value(word)
+        if isinstance(name, str) and name not in known | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these optimizers
+            near = get_close_matches(name[:80], sorted(known), n=1, cutoff=0.7)
+            fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
+            what = f"transformers has no {view.spelled(word)} {truncate(name)}."
+            yield Finding(word, what, "TrainingArguments stops with a ValueError.", fix)
 
 
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
