@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,7 @@ class Places:
         return self.origins.place(self.numbers[sample])
 
     def take(self, samples: Sequence[int]) -> Places:
-        return replace(self, numbers=[self.numbers[sample] for sample in samples])
+        return replace(self, numbers=array("q", (self.numbers[sample] for sample in samples)))
 
     def source_of(self, sample: int) -> str:
         return self.origins.names[self.origins.part(self.numbers[sample])[0]]
@@ -112,6 +113,8 @@ class BadRows:
     def check(self, usable: Sequence[int]) -> None:
         """Raise DataError if too many rows are bad, all or too many consecutive ones. `usable`: numbers of the usable rows."""
         self.good = usable
+        if not self.reasons:
+            return None
         if self.several is None:
             return self._check(self.source, self.reasons, usable)
         source_of = {number: self.several.part(number)[0] for number in (*usable, *self.reasons)}

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import Places
+from hwopt.data.stores.chunks import Chunks
 from hwopt.errors import DataError, InputError, is_gated
 from hwopt.model.remote_code import is_trusted
 from hwopt.text import cut, first_line
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PADDING = "<|pad|>"
-CHUNK = 1_000
+CHUNK = 1_000  # texts that are tokenised at once
+UNIQUE = 1 << 22  # tokens that are searched for their numbers at once
 
 
 def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
@@ -84,7 +86,8 @@ class Encoded:
         """The part of a token store's meta.json that describes the tokens."""
         import numpy as np
 
-        used = np.unique(self.ids)
+        parts = range(0, len(self.ids), UNIQUE)  # all at once would copy the array
+        used = np.unique(np.concatenate([np.unique(self.ids[start : start + UNIQUE]) for start in parts]))
         special = np.intersect1d(used, np.array(tokenizer.all_special_ids, np.int64))
         return {
             "samples": len(self.lengths),
@@ -113,15 +116,19 @@ class LengthLimit:
         """Raise DataError for the first text that is too long for the model. `first` is the sample of the first length."""
         if self.max_length is not None or self.max_positions is None:
             return
-        for sample, length in enumerate(lengths, first):
-            if length > self.max_positions:
-                raise DataError(
-                    f"{places.at(sample)}: has {length:,} tokens, more than the model's limit of {self.max_positions:,}; "
-                    f"set data.max_length = {self.max_positions} to truncate longer texts"
-                )
+        import numpy as np
+
+        if np.max(lengths, initial=0) > self.max_positions:
+            sample, length = next(each for each in enumerate(lengths, first) if each[1] > self.max_positions)
+            raise DataError(
+                f"{places.at(sample)}: has {length:,} tokens, more than the model's limit of {self.max_positions:,}; "
+                f"set data.max_length = {self.max_positions} to truncate longer texts"
+            )
 
 
-def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, places: Places, types: bool) -> Encoded:
+def encode(
+    tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, places: Places, types: bool, chunks: Chunks | None = None
+) -> Encoded:
     """The tokens of `texts` (one column, or two for pairs) with the tokenizer's special tokens; texts without tokens are skipped.
 
     `types`: also token_type_ids. Raises InputError if max_length leaves no room for text, DataError as `LengthLimit.check`.
@@ -131,28 +138,47 @@ def encode(tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, p
     special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
     if limit.max_length is not None and limit.max_length < special + len(texts):
         raise InputError(f"data.max_length: {limit.max_length} leaves no room for text: {special} special tokens are added")
-    options = {"return_attention_mask": False, "return_token_type_ids": types, "verbose": False}
-    ids, kinds, lengths = [], [], []  # an array for each chunk: one for each text takes more memory than its tokens
-    truncated = 0
-    skipped: dict[int, str] = {}
-    for start in range(0, len(texts[0]), CHUNK):
+    chunks = Chunks() if chunks is None else chunks
+    state, most = chunks.state, limit.max_length
+    for start in range(chunks.done, len(texts[0]), CHUNK):
         chunk = [list(column[start : start + CHUNK]) for column in texts]
-        found = tokenizer(*chunk, **options)
-        found_lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
-        limit.check(found_lengths, places, start)
-        skipped |= dict.fromkeys((start + np.flatnonzero(found_lengths == 0)).tolist(), "has no tokens")
-        if limit.max_length is not None and (too_long := found_lengths > limit.max_length).any():
-            truncated += int(too_long.sum())
-            found = tokenizer(*chunk, truncation="longest_first", max_length=limit.max_length, **options)
-            found_lengths = np.array([len(one) for one in found["input_ids"]], np.int64)
-        ids.append(joined(found["input_ids"]))
-        kinds.append(joined(found.get("token_type_ids", ())))
-        lengths.append(found_lengths[found_lengths > 0])
-    if not sum(map(len, ids)):
+        ids, kinds = encoded_batch(tokenizer, chunk, types)
+        lengths = np.array([*map(len, ids)], np.int64)
+        limit.check(lengths, places, start)
+        if most is not None and (long := np.flatnonzero(lengths > most).tolist()):
+            state["truncated"] = state.get("truncated", 0) + len(long)
+            chosen = [[column[sample] for sample in long] for column in chunk]
+            for sample, own, kind in zip(long, *encoded_batch(tokenizer, chosen, types, most), strict=True):
+                ids[sample], kinds[sample] = own, kind
+            lengths = np.array([*map(len, ids)], np.int64)
+        state["empty"] = state.get("empty", []) + (start + np.flatnonzero(lengths == 0)).tolist()
+        arrays: dict[str, NDArray[Any]] = {"ids": joined(ids), "types": joined(kinds), "lengths": lengths[lengths > 0]}
+        chunks.add(start + len(ids), arrays)
+    found, token_types = chunks.array("ids", np.int32), chunks.array("types", np.int32)
+    if not len(found):
         raise DataError(f"{places.source}: no text has a token")
-    return Encoded(
-        np.concatenate(ids), np.concatenate(kinds) if any(map(len, kinds)) else None, np.concatenate(lengths), truncated, skipped
-    )
+    skipped = dict.fromkeys(state.get("empty", ()), "has no tokens")
+    lengths = chunks.array("lengths", np.int64)
+    return Encoded(found, token_types if len(token_types) else None, lengths, state.get("truncated", 0), skipped)
+
+
+def encoded_batch(
+    tokenizer: Any, texts: list[list[str]], types: bool, most: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(tokens, token types; [] without `types`) of each of the `texts`, truncated to `most` tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    if most is None and getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
+        # what transformers does then, without its dictionaries for each text, which take a third of the time
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        found = backend.encode_batch(texts[0] if len(texts) == 1 else list(zip(*texts, strict=True)))
+        return [each.ids for each in found], [each.type_ids for each in found] if types else [[]] * len(found)
+    cutting = {} if most is None else {"truncation": "longest_first", "max_length": most}
+    slow = tokenizer(*texts, return_attention_mask=False, return_token_type_ids=types, verbose=False, **cutting)
+    return slow["input_ids"], slow.get("token_type_ids") or [[]] * len(slow["input_ids"])
 
 
 def joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -19,6 +19,7 @@ from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
 from hwopt.data.sources.messages import BadConversation
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore, held_out_count
 from hwopt.data.tokenizer import LengthLimit
 from hwopt.errors import DataError
@@ -99,7 +100,7 @@ class CausalLM(Task):
         except DataError as error:
             raise DataError(f"{rows.source}: {error}") from error
         if layout.chat:
-            columns: list[list[Any]] = [read_conversations(rows, layout.columns)]
+            columns: Sequence[Sequence[Any]] = [read_conversations(rows, layout.columns)]
         else:
             key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt and data.completion"
             columns = text_columns(rows, layout.columns, key)
@@ -137,8 +138,8 @@ class CausalLM(Task):
         texts, tokenizer, limit, places = samples.columns, trained.tokenizer, trained.limit, samples.places
         blocks = trained.job.data.blocks
         settings: list[Any]
-        content: list[list[Any]] = texts
-        encode: Callable[[], Encoding]
+        content: Sequence[Sequence[Any]] = texts
+        encode: Callable[[Chunks], Encoding]
         if is_chat(samples):
             template = template_of(trained)
             settings = ["conversations", limit.max_length, template.turns, template.replaced, tokenizer.chat_template]
@@ -206,7 +207,7 @@ class CausalLM(Task):
             return read_conversations(rows, layout.columns[:1], answers=False)
         key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt"
         (prompts,) = text_columns(rows, layout.columns[:1], key)
-        return prompts
+        return list(prompts)
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return TextGenerator(trained, model, generation)
@@ -247,20 +248,25 @@ def template_of(trained: Trained) -> ChatTemplate:
     return ChatTemplate(trained.tokenizer, trained.job.data.assistant_turns)
 
 
-def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit) -> Encoding:
-    found = SampleArrays(samples.places, limit)
-    unwritten: dict[str, list[int]] = {}
-    for sample, conversation in enumerate(samples.columns[0]):
+def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit, chunks: Chunks) -> Encoding:
+    today = str(date.today()) if template.writes_date else None
+    if chunks.state.get("day", today) != today:  # all conversations have one date
+        chunks.clear()
+    chunks.state["day"] = today
+    found = SampleArrays(samples.places, limit, chunks)
+    unwritten: dict[str, list[int]] = found.state.setdefault("unwritten", {})
+    for sample in range(chunks.done, len(samples)):
+        conversation = samples.columns[0][sample]
         try:
             tokens, answer = template.encode(conversation)
         except BadConversation as error:
-            found.skipped[sample] = str(error)
+            found.skip(sample, str(error))
             continue
         for kind in template.left_out(conversation):
             unwritten.setdefault(kind, [0, sample])[0] += 1
         labels = [token if mask else IGNORED for token, mask in zip(tokens[1:], answer[1:], strict=True)]
         found.add_shifted(sample, tokens[:-1], labels, "no answer after truncation")
-    return found.encoding(unwritten=unwritten, day=str(date.today()) if template.writes_date else None)
+    return found.encoding(unwritten=unwritten, day=today)
 
 
 def other_kinds(parts: Mapping[str, Samples]) -> list[str]:

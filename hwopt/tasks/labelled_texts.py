@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import encode
 from hwopt.errors import InputError
@@ -53,8 +54,8 @@ class LabelledTexts(Task):
 
         labels, names = samples.labels, trained.label_names
 
-        def encoded() -> Encoding:
-            found = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types)
+        def encoded(chunks: Chunks) -> Encoding:
+            found = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types, chunks)
             made = self.label_array([label for sample, label in enumerate(labels) if sample not in found.skipped], names)
             types = {} if found.types is None else {"token_type_ids": found.types}
             return {"labels": made, "counts": np.full(len(made), made[0].size, np.int32), **types}, found, {}
@@ -64,15 +65,19 @@ class LabelledTexts(Task):
 
     def notes(self, parts: Mapping[str, Samples], trained: Trained, prepared: Prepared) -> list[str]:
         """A line for each part with texts that the training data has too, with their number and an example."""
-        held_out = {part: list(zip(*samples.columns, strict=True)) for part, samples in parts.items() if part != "train"}
-        asked = {str(texts) for rows in held_out.values() for texts in rows}
-        known = {text for texts in zip(*parts["train"].columns, strict=True) if asked and (text := str(texts)) in asked}
+        import numpy as np
+
+        def hashes(part: str) -> NDArray[np.int64]:
+            return np.fromiter(map(hash, zip(*parts[part].columns, strict=True)), np.int64)
+
+        held_out = [part for part in parts if part != "train"]
+        known = np.unique(hashes("train") if held_out else np.empty(0, np.int64))
         found = []
-        for part, rows in held_out.items():
-            shared = [texts for texts in rows if str(texts) in known]
+        for part in held_out:
+            shared, rows = np.flatnonzero(np.isin(hashes(part), known)).tolist(), parts[part]
             if shared:
                 found.append(
                     f"{len(shared):,} of {len(rows):,} {described(part)} samples have a text that is also in the training data, "
-                    f"such as {truncate(shared[0][0])}: metrics on them do not show how the model does on new texts"
+                    f"such as {truncate(rows.columns[0][shared[0]])}: metrics on them do not show how the model does on new texts"
                 )
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +63,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
             )
     if classes:
         return ["" if value is None else classes[value] for value in values]
-    return ["" if value is None else label_text(value) for value in values]
+    return ["" if value is None else sys.intern(label_text(value)) for value in values]  # one object for each label
 
 
 class TypedLabel(str):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.data.answer_checks import common_length
 from hwopt.data.bad_rows import Places
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.tasks.preparation import Encoding
@@ -37,26 +38,35 @@ def ended(tokens: Sequence[int], end: int | None) -> list[int]:
 
 
 class SampleArrays:
-    """Collects samples of tokens with a label each, for the arrays of a token store."""
+    """Collects samples of tokens with a label each in `chunks`, for the arrays of a token store."""
 
-    def __init__(self, places: Places, limit: LengthLimit) -> None:
+    def __init__(self, places: Places, limit: LengthLimit, chunks: Chunks | None) -> None:
         self.places, self.limit = places, limit
-        self.inputs: list[NDArray[np.int32]] = []
-        self.labels: list[NDArray[np.int64]] = []
-        self.truncated = 0
-        self.skipped: dict[int, str] = {}
+        self.chunks = Chunks() if chunks is None else chunks
+        self.state = self.chunks.state
+        self.skipped: dict[int, str] = dict(self.state.setdefault("skipped", []))
+
+    def starts(self, samples: int) -> range:
+        """The first sample of each group of `CHUNK` that are still to be added."""
+        return range(self.chunks.done, samples, CHUNK)
+
+    def skip(self, sample: int, reason: str) -> None:
+        """Leave a sample out."""
+        self.skipped[sample] = reason
+        self.state["skipped"].append([sample, reason])
+        self.chunks.done = sample + 1
 
     def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], reason: str, truncated: bool = False) -> None:
         """Add a sample; skip it for this `reason` if it has no label."""
         import numpy as np
 
         self.limit.check([len(tokens)], self.places, sample)
-        if all(label == IGNORED for label in labels):
-            self.skipped[sample] = reason
-            return
-        self.truncated += truncated
-        self.inputs.append(np.array(tokens, np.int32))
-        self.labels.append(np.array(labels, np.int64))
+        array = np.array(labels, np.int64)
+        if not (counted := int((array != IGNORED).sum())):
+            return self.skip(sample, reason)
+        self.state["truncated"] = self.state.get("truncated", 0) + truncated
+        sizes = np.array([len(tokens), counted], np.int64)
+        return self.chunks.add(sample + 1, {"ids": np.array(tokens, np.int32), "labels": array, "sizes": sizes})
 
     def add_shifted(self, sample: int, tokens: Sequence[int], labels: Sequence[int], what: str) -> None:
         """Add a sample, truncated on the right; skip it if no label is left (`what` is then missing).
@@ -72,32 +82,31 @@ class SampleArrays:
         """The arrays of all samples, and `meta`. Raises DataError if no sample is left."""
         import numpy as np
 
-        if not self.inputs:
+        sizes = self.chunks.array("sizes", np.int64).reshape(-1, 2)  # (samples, tokens and labels)
+        if not len(sizes):
             raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
-        lengths = np.array([len(one) for one in self.inputs], np.int64)
-        counts = np.array([(one != IGNORED).sum() for one in self.labels], np.int32)
-        arrays = {"labels": np.concatenate(self.labels), "counts": counts}
-        return arrays, Encoded(np.concatenate(self.inputs), None, lengths, self.truncated, self.skipped), meta
+        arrays = {"labels": self.chunks.array("labels", np.int64), "counts": sizes[:, 1].astype(np.int32)}
+        ids = self.chunks.array("ids", np.int32)
+        return arrays, Encoded(ids, None, sizes[:, 0], self.state.get("truncated", 0), self.skipped), meta
 
 
-def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> Encoding:
+def encode_blocks(texts: Sequence[str], tokenizer: Any, block: int, source: str, chunks: Chunks | None = None) -> Encoding:
     import numpy as np
 
-    end = tokenizer.eos_token_id
-    stream: list[NDArray[np.int32]] = []
-    documents: list[int] = []  # indexes in `stream`
-    for start in range(0, len(texts), CHUNK):
-        for ids in tokens_of(tokenizer, texts[start : start + CHUNK]):
-            if stream and end is not None:
-                stream.append(np.array([end], np.int32))
-            stream.append(np.asarray(ids, np.int32))
-            documents.append(len(stream) - 1)
-    tokens = np.concatenate(stream)
+    chunks = Chunks() if chunks is None else chunks
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for start in range(chunks.done, len(texts), CHUNK):
+        found = tokens_of(tokenizer, list(texts[start : start + CHUNK]))
+        documents = [np.array([*(end if start + number else ()), *ids], np.int32) for number, ids in enumerate(found)]
+        lengths = np.array([*map(len, documents)], np.int64)
+        chunks.add(start + len(found), {"ids": np.concatenate(documents), "lengths": lengths})
+    tokens = chunks.array("ids", np.int32)
     if len(tokens) < 2:
         raise DataError(f"{source}: has {len(tokens)} tokens; language modelling needs at least two")
     inputs, labels, offsets = blocks(tokens, block)
     lengths = np.diff(offsets)
-    begins = np.cumsum([0, *map(len, stream)])[documents]
+    documents_end = np.cumsum(chunks.array("lengths", np.int64))
+    begins = np.concatenate([[0], documents_end[:-1] + len(end)])
     arrays = {
         "labels": labels,
         "counts": lengths.astype(np.int32),
@@ -106,36 +115,39 @@ def encode_blocks(texts: list[str], tokenizer: Any, block: int, source: str) -> 
     return arrays, Encoded(inputs, None, lengths, 0), {"max_length": block}
 
 
-def encode_texts(texts: list[str], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
-    found = SampleArrays(places, limit)
-    for start in range(0, len(texts), CHUNK):
-        for sample, ids in enumerate(tokens_of(tokenizer, texts[start : start + CHUNK]), start):
+def encode_texts(
+    texts: Sequence[str], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks | None = None
+) -> Encoding:
+    found = SampleArrays(places, limit, chunks)
+    for start in found.starts(len(texts)):
+        for sample, ids in enumerate(tokens_of(tokenizer, list(texts[start : start + CHUNK])), start):
             tokens = ended(ids, tokenizer.eos_token_id)
             found.add_shifted(sample, tokens[:-1], tokens[1:], "fewer than two tokens")
     return found.encoding()
 
 
-def encode_prompts(texts: list[list[str]], tokenizer: Any, limit: LengthLimit, places: Places) -> Encoding:
+def encode_prompts(
+    texts: Sequence[Sequence[str]], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks | None = None
+) -> Encoding:
     """The arrays of prompts with completions, one sample per row.
 
     As in TRL, the tokens are those of both texts together, and the completion begins where they differ from the prompt's own.
     """
-    found = SampleArrays(places, limit)
-    merged = 0
-    for start in range(0, len(texts[0]), CHUNK):
-        firsts, seconds = (column[start : start + CHUNK] for column in texts)
+    found = SampleArrays(places, limit, chunks)
+    for start in found.starts(len(texts[0])):
+        firsts, seconds = (list(column[start : start + CHUNK]) for column in texts)
         prompts = tokens_of(tokenizer, firsts)
         wholes = tokens_of(tokenizer, [first + second for first, second in zip(firsts, seconds, strict=True)])
         for sample, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True), start):
             begin = common_length(prompt, whole)
             if begin == len(whole) or not seconds[sample - start]:
-                found.skipped[sample] = "has a completion without tokens"
+                found.skip(sample, "has a completion without tokens")
                 continue
-            merged += begin < len(prompt)
+            found.state["merged"] = found.state.get("merged", 0) + (begin < len(prompt))
             tokens, masked = [*whole[:begin], *ended(whole[begin:], tokenizer.eos_token_id)], max(begin - 1, 0)
             what = f"no completion after truncation: the prompt has {len(prompt):,} tokens"
             found.add_shifted(sample, tokens[:-1], [IGNORED] * masked + tokens[masked + 1 :], what)
-    return found.encoding(merged=merged)
+    return found.encoding(merged=found.state.get("merged", 0))
 
 
 def with_router_loss(loss: Any, coefficient: float, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:

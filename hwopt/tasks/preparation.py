@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,7 @@ from hwopt.data.bad_rows import Places
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.reading import read_all, read_options, refuse_missing
 from hwopt.data.sources.rows import Rows
+from hwopt.data.stores.chunks import Chunks, only_process
 from hwopt.data.stores.images import ImageStore
 from hwopt.data.stores.token_store import TokenStore, fingerprint
 from hwopt.data.tokenizer import Encoded, choose_padding
@@ -49,26 +51,33 @@ def token_store(
     trained: Trained,
     cache: Path,
     settings: list[Any],
-    content: list[list[Any]],
-    encode: Callable[[], Encoding],
+    content: Sequence[Sequence[Any]],
+    encode: Callable[[Chunks], Encoding],
 ) -> AnyStore:
-    """The store of `samples`, from the cache or written now. `settings`, `content` and the tokenizer identify it."""
+    """The store of `samples`, from the cache or written now. `settings`, `content` and the tokenizer identify it.
+
+    While it is written, its chunks are in a folder beside it, from which the next process continues if this one is killed.
+    """
     import numpy as np
 
     tokenizer, limit = trained.tokenizer, trained.limit
 
     def written() -> tuple[dict[str, Any], dict[str, Any]]:
-        arrays, found, meta = encode()
+        arrays, found, meta = encode(Chunks(staged))
         arrays = {"input_ids": found.ids, "offsets": np.concatenate([[0], np.cumsum(found.lengths)]), **arrays}
         meta = {"labels_per_token": trained.facts.target != "sample", **found.meta(tokenizer), **meta}
         return arrays, {"max_length": limit.max_length, **meta}
 
     key = fingerprint([FORMAT, *settings], tokenizer_fingerprint(tokenizer), *content)
-    store = kind.cached(cache / "tokens" / key, written)
+    folder, staged = cache / "tokens" / key, cache / "tokens" / f".{key}.chunks"
+    store = kind(folder)
+    if not store.is_complete():
+        with only_process(staged):
+            store = kind.cached(folder, written)
+        shutil.rmtree(staged, ignore_errors=True)
     report_left_out(store, samples)
     if not store.has("documents"):  # the store may come from a run with another model
-        skipped = {sample for sample, _ in store.meta["left_out"]}
-        used = [sample for sample in range(len(samples)) if sample not in skipped]
+        used = np.delete(np.arange(len(samples)), [sample for sample, _ in store.meta["left_out"]]).tolist()
         limit.check(np.diff(store.array("offsets")), samples.places.take(used))
     return store
 

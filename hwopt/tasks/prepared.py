@@ -10,6 +10,7 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import Rows
+from hwopt.data.sources.tables import Texts
 from hwopt.data.stores.token_store import Store
 from hwopt.data.tokenizer import LengthLimit, uses_token_types
 
@@ -27,13 +28,13 @@ class Samples:
 
     places: Places
     bad_rows: BadRows
-    columns: list[list[Any]]  # one list per column, with a text, a list of words, a conversation or an image for each sample
+    columns: Sequence[Sequence[Any]]  # one per column, with a text, a list of words, a conversation or an image for each sample
     labels: list[Any]  # one per sample; empty if labels are tokens
     documents: bool = False  # each sample is a whole text file
     note: str = ""  # a line about other columns that hold samples too
 
     @classmethod
-    def of(cls, rows: Rows, columns: list[list[Any]], labels: list[Any] | None = None) -> Samples:
+    def of(cls, rows: Rows, columns: Sequence[Sequence[Any]], labels: list[Any] | None = None) -> Samples:
         """The rows that are not bad. Raises DataError as `Rows.usable` does."""
         return cls(rows.places, rows.bad_rows, columns, labels or [], rows.documents).take(rows.usable())
 
@@ -41,10 +42,15 @@ class Samples:
         return len(self.places.numbers)
 
     def take(self, samples: Sequence[int]) -> Samples:
+        if samples == range(len(self)):
+            return self
         return replace(
             self,
             places=self.places.take(samples),
-            columns=[[column[sample] for sample in samples] for column in self.columns],
+            columns=[
+                column.take(samples) if isinstance(column, Texts) else [column[sample] for sample in samples]
+                for column in self.columns
+            ],
             labels=[self.labels[sample] for sample in samples] if self.labels else [],
         )
 

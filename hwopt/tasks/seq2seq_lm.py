@@ -15,6 +15,7 @@ from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import PROMPTS, is_text
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import PairStore
 from hwopt.data.tokenizer import CHUNK, encode
 from hwopt.errors import DataError, InputError
@@ -99,13 +100,13 @@ class Seq2SeqLM(Task):
         most = trained.job.data.max_target_length
         most = most if limit.max_positions is None else min(most, limit.max_positions)
 
-        def encoded() -> Encoding:
+        def encoded(chunks: Chunks) -> Encoding:
             targets = encode_targets(tokenizer, completions)
             empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
             used = [sample for sample in range(len(targets)) if sample not in empty]
             if not used:
                 raise DataError(f"{samples.places.source}: no completion has a token")
-            found = encode(tokenizer, [[prompts[sample] for sample in used]], limit, samples.places.take(used), types=False)
+            found = encode(tokenizer, [[prompts[sample] for sample in used]], limit, samples.places.take(used), False, chunks)
             skipped = empty | {used[sample]: reason for sample, reason in found.skipped.items()}
             kept = [targets[sample] for sample in used if sample not in skipped]
             lengths = np.array([min(most, len(target)) for target in kept], np.int64)

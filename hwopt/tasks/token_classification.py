@@ -18,6 +18,7 @@ from hwopt.data.bad_rows import Places
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list
 from hwopt.data.sources.tables import find_column
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore
 from hwopt.data.tokenizer import CHUNK, LengthLimit
 from hwopt.errors import DataError, InputError
@@ -214,15 +215,20 @@ def recognised_columns(table: pa.Table) -> tuple[str, str] | None:
 
 
 def encode_words(
-    tokenizer: Any, sentences: Sequence[Sequence[str]], tags: Sequence[Sequence[int]], limit: LengthLimit, places: Places
+    tokenizer: Any,
+    sentences: Sequence[Sequence[str]],
+    tags: Sequence[Sequence[int]],
+    limit: LengthLimit,
+    places: Places,
+    chunks: Chunks | None = None,
 ) -> Encoding:
     """The arrays of sentences, whose words are joined by spaces. The first token of a word has the number of its tag as label.
 
     Sentences without a token for a word are skipped. Raises InputError as `refuse_slow` does.
     """
     refuse_slow(tokenizer, limit.max_length)
-    found = SampleArrays(places, limit)
-    for start in range(0, len(sentences), CHUNK):
+    found = SampleArrays(places, limit, chunks)
+    for start in found.starts(len(sentences)):
         chunk = sentences[start : start + CHUNK]
         for sample, (tokens, words, cut) in enumerate(tokens_of_words(tokenizer, chunk, limit.max_length), start):
             labels = [IGNORED if word == IGNORED else tags[sample][word] for word in words]

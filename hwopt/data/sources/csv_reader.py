@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+from array import array
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice
@@ -39,7 +40,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
     names: list[str] = []
     rows: list[list[str]] = []
-    numbers: list[int] = []
+    numbers = array("q")
     for number, cells, raw in records:
         invalid = INVALID_BYTE.search(raw)
         if not names:

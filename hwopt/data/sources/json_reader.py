@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -31,7 +33,7 @@ def read_json(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
             start += lines
             refuse_whole_object(path, "".join(start))
         found = read_objects(path, enumerate(chain(start, lines), number), bad_rows)
-    numbers: list[int] = []
+    numbers = array("q")  # a list takes 36 bytes a row
 
     def rows() -> Iterator[dict[str, Any]]:
         for number, row in found:
@@ -102,14 +104,25 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
     import pyarrow as pa
 
     columns: dict[str, list[Any]] = {}
-    for number, row in enumerate(rows):  # no list of the rows: for short ones it takes more memory than their values
+    packs: dict[str, list[Any]] = {}
+    number = 0
+    for number, row in enumerate(rows):
+        if number % PACK == 0:
+            for name, values in columns.items():
+                packs[name].append(packed(values))
+                columns[name] = []
         for name in row:
             if name not in columns:
-                columns[name] = [None] * number
+                columns[name], packs[name] = [None] * (number % PACK), [pa.nulls(number - number % PACK)]
         for name, values in columns.items():
             values.append(row.get(name))
     arrays, non_strings = [], {}
-    for name, values in columns.items():
+    for name, own in packs.items():
+        own.append(packed(columns[name]))
+        if (whole := same_type(own)) is not None:
+            arrays.append(whole)
+            continue
+        values = [value for pack in own for value in (pack if isinstance(pack, list) else pack.to_pylist())]
         try:
             array = pa.array(values)
             if pa.types.is_floating(array.type) and bool in map(type, values):
@@ -122,7 +135,31 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
             exact = False
         if not exact:
             non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
-    return pa.table(dict(zip(columns, arrays, strict=True))), non_strings
+    return pa.table(dict(zip(packs, arrays, strict=True))), non_strings
+
+
+PACK = 10_000  # rows whose values are held as Python objects
+
+
+def packed(values: list[Any]) -> pa.Array | list[Any]:
+    """`values` as an Arrow array, if that gives back the same values; it takes a third of the memory."""
+    import pyarrow as pa
+
+    with suppress(pa.ArrowException, OverflowError, UnicodeError):
+        array = pa.array(values)
+        if pa.types.is_string(array.type) or (pa.types.is_int64(array.type) and bool not in map(type, values)):
+            return array
+    return values
+
+
+def same_type(packs: list[Any]) -> pa.ChunkedArray | None:
+    """All `packs` as one column, if they are arrays of one type or of nulls only."""
+    import pyarrow as pa
+
+    if any(isinstance(pack, list) for pack in packs):
+        return None
+    kinds = {pack.type for pack in packs} - {pa.null()}
+    return pa.chunked_array([pack.cast(next(iter(kinds))) for pack in packs]) if len(kinds) == 1 else None
 
 
 def json_text(value: Any) -> str:

@@ -5,6 +5,7 @@ The rows of several sources become one table. Each row keeps its place in its ow
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +114,10 @@ def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
     Raises DataError if two parts differ in their columns.
     """
     table, non_strings = joined_table(parts)
-    starts, numbers, start = [], [], 0
+    starts, numbers, start = [], array("q"), 0
     for rows in parts:
         starts.append(start)
-        numbers += [start + number for number in rows.places.numbers]
+        numbers.extend(start + number for number in rows.places.numbers)
         start += 1 + max(max(rows.places.numbers, default=0), max(rows.bad_rows.reasons, default=0))
     origins = Origins(tuple(rows.source for rows in parts), tuple(rows.places.unit for rows in parts), tuple(starts))
     first = parts[0].bad_rows

@@ -49,8 +49,11 @@ class Rows:
         """Record that a row of the table cannot be used."""
         self.bad_rows.add(self.places.numbers[row], reason)
 
-    def usable(self) -> list[int]:
+    def usable(self) -> Sequence[int]:
         """The rows of the table that are not bad. Raises DataError as `BadRows.check` does."""
+        if not self.bad_rows.reasons:
+            self.bad_rows.check(self.places.numbers)
+            return range(len(self.places.numbers))
         usable = [row for row, number in enumerate(self.places.numbers) if number not in self.bad_rows.reasons]
         self.bad_rows.check([self.places.numbers[row] for row in usable])
         return usable

@@ -6,11 +6,11 @@ datasets read the other formats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, read_conll
@@ -62,11 +62,43 @@ def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
     return Rows(table, Places(source, "row", range(1, table.num_rows + 1)), bad_rows)
 
 
-def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> list[list[str]]:
-    """The columns `names`: one list of strings each, one string per row. Bad rows (no text) are marked and have "" here.
+class Texts(Sequence[str]):
+    """A column of strings, which are made when they are read: Python objects take twice the memory."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, int):
+            return self.column[at].as_py()
+        start, stop, _ = at.indices(len(self))
+        return self.column.slice(start, max(stop - start, 0)).to_pylist()
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), 1_000):
+            yield from self[start : start + 1_000]
+
+    def take(self, samples: Sequence[int]) -> Texts:
+        import numpy as np
+
+        return Texts(self.column.take(np.asarray(samples, np.int64)))
+
+
+def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> list[Texts]:
+    """The columns `names`, one string per row. Bad rows (no text) are marked and have "" here.
 
     Raises DataError if a column is missing (with the nearest name) or does not hold text.
     """
+    import numpy as np
+    import pyarrow as pa
+
     found = []
     for name in names:
         column = find_column(rows.table, name, rows.source, key)
@@ -75,14 +107,13 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
                 f"{rows.source}: column {name!r} holds {values_type(column.type)}, not text; choose another with {key}"
             )
         non_strings = rows.non_strings.get(name, {})
-        texts = []
-        for row, text in enumerate(column.to_pylist()):
-            if text is None:
-                rows.mark_bad(row, f"{name!r} has no value")
-            elif row in non_strings:
-                rows.mark_bad(row, f"{name!r} is not text: {truncate(non_strings[row])}")
-            texts.append(text or "")
-        if texts and not any(text.strip() for text in texts):
+        empty = set(np.flatnonzero(column.is_null()).tolist()) if column.null_count else set()
+        for row in sorted({*empty, *non_strings}):
+            rows.mark_bad(
+                row, f"{name!r} has no value" if row in empty else f"{name!r} is not text: {truncate(non_strings[row])}"
+            )
+        texts = Texts(column.cast(pa.large_string()).fill_null(""))
+        if len(texts) and not any(text.strip() for text in texts):
             raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")
         found.append(texts)
     for row, cells in enumerate(zip(*found, strict=True)):

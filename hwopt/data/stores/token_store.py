@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from hwopt.errors import DataError, StorageError
+from hwopt.data.stores.chunks import writing_cache
+from hwopt.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +61,7 @@ def write_cache_folder(folder: Path, write: Callable[[Path], None], done: str | 
 
     Two processes may do this at the same time, because both write the same content. Raises StorageError if writing fails.
     """
-    try:
+    with writing_cache(folder):
         if done is not None and (folder / done).is_file():
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,10 +77,6 @@ def write_cache_folder(folder: Path, write: Callable[[Path], None], done: str | 
             except OSError:
                 if not folder.is_dir():
                     raise
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: cannot write the cache ({error.strerror or error}); set HWOPT_CACHE to a folder with room"
-        ) from error
 
 
 class ArrayFolder:
@@ -191,7 +188,8 @@ def fingerprint(*parts: Any) -> str:
     """A hash of nested lists, dicts, strings and numbers, equal in all processes; fast for long lists of strings."""
     digest = hashlib.sha256()
     for part in parts:
-        texts = part if isinstance(part, (list, tuple)) and part and all(isinstance(item, str) for item in part) else None
+        many = isinstance(part, Sequence) and not isinstance(part, str) and part
+        texts = part if many and all(isinstance(item, str) for item in part) else None
         for item in texts if texts is not None else [json.dumps(part, sort_keys=True)]:
             raw = item.encode("utf-8", "surrogatepass")
             digest.update(len(raw).to_bytes(8, "little") + raw)

@@ -63,7 +63,7 @@ def test_txt_file_is_one_row(tmp_path: Path) -> None:
 def test_parquet_dictionary_column_is_read(tmp_path: Path) -> None:
     table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode(), "label": [0, 1, 0]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]) == [["a", "b", "a"]]
+    assert list(map(list, text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]))) == [["a", "b", "a"]]
 
 
 def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def rows_of(table: pa.Table, strict: bool = True) -> Rows:
 
 def test_missing_or_wrong_column_is_refused() -> None:
     rows = rows_of(pa.table({"premise": ["a", None], "number": [1, 2], "text": ["x", "y"]}))
-    assert text_columns(rows, ["text"]) == [["x", "y"]]
+    assert list(map(list, text_columns(rows, ["text"]))) == [["x", "y"]]
     with pytest.raises(
         DataError, match=r"t\.csv: has no column 'premises'\. Did you mean 'premise'\? It has: premise, number, text"
     ):
