@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import datasets
+from accelerate.state import AcceleratorState, PartialState
 
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
@@ -44,9 +45,22 @@ def own_words(args: Any) -> dict[str, Any]:
 def with_defaults(args: Any) -> Any:
     """An object of the class of `args`, or of the nearest class below it that needs no more arguments, with its defaults."""
     for cls in type(args).__mro__:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), kept_states():
             return cls(output_dir=args.output_dir, **({"use_cpu": True} if args.use_cpu else {}))
     raise InputError(f"{type(args).__name__} cannot be made with its defaults, so what you set cannot be told from them")
+
+
+@contextlib.contextmanager
+def kept_states() -> Iterator[None]:
+    """A block that leaves the process's Accelerator as it is: transformers forgets its state when it makes arguments."""
+    states = [each._shared_state for each in (AcceleratorState, PartialState)]
+    before = [dict(state) for state in states]
+    try:
+        yield
+    finally:
+        for state, old in zip(states, before, strict=True):
+            state.clear()
+            state.update(old)
 
 
 def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Script:

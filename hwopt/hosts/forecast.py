@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+import datasets
 import numpy as np
+import torch
+from pyarrow import compute
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,7 +21,7 @@ from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import HwoptError
-from hwopt.hardware.device import Hardware
+from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
 from hwopt.hosts.script_plan import NAME, described_model, plan_for, task_of, transformers_model
@@ -130,19 +133,39 @@ def forecast(
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
 
 
-def forecast_of_trainer(trainer: type, args: Any, given: Mapping[str, Any], profile: str, plugins: Mapping[str, Any]) -> Fit:
+def forecast_of_trainer(
+    trainer: type, args: Any, given: Mapping[str, Any], profile: str, plugins: Mapping[str, Any], hardware: Hardware
+) -> Fit:
     """The forecast for a Trainer of this class that is about to be made; `given`: the arguments of its constructor."""
     if word := engine_of(args):
         return Fit(None, f"{word} of your arguments shards or offloads the model")
     if own := overridden(trainer, ("compute_loss", "training_step")):
         return Fit(None, f"{own} may keep more than the model's own loss does")
+    if not args.label_smoothing_factor and (own := own_loss(Trainer, args, given)):
+        return Fit(None, own)
+    model, data = given["model"], given.get("train_dataset")
+    if not isinstance(data, list) and not (isinstance(data, datasets.Dataset) and data.format["type"] != "custom"):
+        data = None  # reading it may never end, or take rows from the training
+    known = bool(rows_lengths(data, args))
+    if not known and getattr(args, "max_length", None) is None:
+        return Fit(None, "how many tokens a row has is not known: it needs stored rows with input_ids")
     before, spent.most = spent.most, TRACE_SECONDS
     try:
-        return forecast(given["model"], args, given.get("train_dataset"), given.get("peft_config"), plugins, profile, None)
+        found = forecast(model, args, data, given.get("peft_config"), plugins, profile, with_own_memory(hardware, model))
+        if found.fits is False and not known:
+            return Fit(None, f"{found.why}, if a row has max_length tokens; how many it has is not known")
+        return found
     except HwoptError as error:
         return Fit(None, first_line(error))
     finally:
         spent.most = before
+
+
+def with_own_memory(hardware: Hardware, model: Any) -> Hardware:
+    """`hardware`, where the memory of the weights of `model` counts as free: a forecast has them too."""
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    own = sum(each.nbytes for each in weights if each.device.type == hardware.device_type)
+    return replace(hardware, free_memory_gib=hardware.free_memory_gib + own / GIB)
 
 
 def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
@@ -213,7 +236,12 @@ def rows_lengths(dataset: Any, args: Any) -> list[int]:
     if "input_ids" not in (getattr(dataset, "column_names", None) or next(iter(dataset or ()), {})):
         return []
     limit = getattr(args, "max_length", None) or sys.maxsize
-    return [min(len(row["input_ids"]), limit) for row in dataset]
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":  # a list for each row would take long
+        tables = dataset.select_columns("input_ids").with_format("arrow").iter(10_000)
+        counts = [count for table in tables for count in compute.list_value_length(table["input_ids"]).to_pylist()]
+    else:
+        counts = [len(row["input_ids"]) for row in dataset]
+    return [min(count, limit) for count in counts]
 
 
 def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:

@@ -125,7 +125,7 @@ class OptimizedTrainer(Base):
         from hwopt.hosts.forecast import forecast_of_trainer  # imports the tracer
 
         settings = self._settings
-        found = forecast_of_trainer(type(self), self._own_args, given, settings.profile, settings.plugins)
+        found = forecast_of_trainer(type(self), self._own_args, given, settings.profile, settings.plugins, plan.hardware)
         line = f"memory: {found}"
         if found.fits is False:
             line += '. Start with fewer rows at once, batch={"train": 1}, or with checkpointing={"layers": "all"}'

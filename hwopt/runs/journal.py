@@ -41,7 +41,7 @@ from hwopt.training.run import Run
 
 
 class JournalFiles(Listener):
-    """Writes what the run folders of all hosts have: evidence, metrics and summary."""
+    """Writes what the run folders of all hosts have: evidence, memory, metrics and summary."""
 
     def __init__(self) -> None:
         self.evidence: dict[str, Any] = {}
@@ -49,6 +49,7 @@ class JournalFiles(Listener):
     def on_evidence(self, run: Any, found: list[Any]) -> None:
         self.evidence = observe.to_dict(found, run.observation, run.step)
         write_json(run.folder / EVIDENCE, self.evidence)
+        write_json(run.folder / MEMORY, memory_by_kind(run))
 
     def on_final_evidence(self, run: Any, found: list[Any]) -> None:
         at_end = observe.to_dict(found, run.observation, run.step)
@@ -86,10 +87,6 @@ class Journal(JournalFiles):
         if run.prepared.bad_rows:
             write_json(folder / LEFT_OUT, run.prepared.bad_rows)
         write_status(folder, None, "running")
-
-    def on_evidence(self, run: Run, found: list[Any]) -> None:
-        super().on_evidence(run, found)
-        write_json(run.folder / MEMORY, memory_by_kind(run))
 
 
 class ScriptJournal(JournalFiles):

@@ -1,0 +1,87 @@
+"""What a Trainer's memory forecast reads, and what it leaves as it is. The card is described; tests/gpu have a pretend one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from hosts.scripts import arguments, llama, padded, rows, train
+from transformers import Trainer
+
+import hwopt
+from hwopt.hardware.device import GIB, Hardware, described
+from hwopt.hosts.forecast import Fit, forecast_of_trainer, rows_lengths, with_own_memory
+
+CARD = described("Tesla T4", (7, 5), 15.0)
+FP32: dict[str, Any] = {"precision": {"dtype": "fp32"}}
+
+
+def forecast_for(args: Any, data: Any, card: Hardware = CARD, **given: Any) -> Fit:
+    given |= {"model": llama(), "train_dataset": data}
+    return forecast_of_trainer(Trainer, args, given, "t4_16gb", FP32, card)
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the forecast reads a stream, which may never end")
+
+
+def transformed(batch: Any) -> Any:
+    raise AssertionError("the forecast runs a transform of the user")
+
+
+@pytest.mark.parametrize("data", [Stream(), Dataset.from_list(rows()).with_transform(transformed), None])
+def test_rows_that_are_not_stored_are_not_read_and_no_length_is_guessed(data: Any, tmp_path: Path) -> None:
+    full = replace(CARD, free_memory_gib=0.0)
+    found = forecast_for(arguments(tmp_path), data, full)
+    assert found.fits is None
+    assert "how many tokens a row has is not known" in found.why
+
+
+def test_lengths_of_stored_rows_follow_their_order(tmp_path: Path) -> None:
+    stored = Dataset.from_list([{"input_ids": [1] * count, "text": "a"} for count in (3, 9, 5)])
+    args = arguments(tmp_path)
+    assert rows_lengths(stored.select([2, 0]), args) == [5, 3]
+    assert rows_lengths(stored.with_format("torch"), args) == rows_lengths(list(stored), args) == [3, 9, 5]
+
+
+def test_max_length_alone_refuses_no_training(tmp_path: Path) -> None:
+    args, full = arguments(tmp_path), replace(CARD, free_memory_gib=0.0)
+    assert forecast_for(args, rows(), full).fits is False
+    args.max_length = 64  # type: ignore[attr-defined]  # as in SFTConfig
+    found = forecast_for(args, [{"text": "a"}], full)
+    assert found.fits is None
+    assert "if a row has max_length tokens" in found.why
+
+
+def test_own_loss_function_is_not_forecast(tmp_path: Path) -> None:
+    found = forecast_for(arguments(tmp_path), rows(), compute_loss_func=print)
+    assert (found.fits, found.why) == (None, "compute_loss_func is yours, and may read the logits")
+
+
+def test_weights_that_are_on_the_device_already_are_not_counted_twice() -> None:
+    host = Hardware(device_type="cpu", name="a CPU", memory_gib=8.0, free_memory_gib=4.0)
+    model = llama()
+    assert with_own_memory(CARD, model) == with_own_memory(CARD, "a name") == CARD
+    assert with_own_memory(host, model).free_memory_gib == 4.0 + sum(p.nbytes for p in model.parameters()) / GIB
+
+
+def test_forecast_leaves_the_accelerator_of_a_trainer_as_it_is(tmp_path: Path) -> None:
+    """transformers resets the process's Accelerator state whenever arguments are made, those of the forecast too."""
+    args = arguments(tmp_path, max_steps=1)
+    trainer = Trainer(llama(), args, lambda few: padded(few, False), train_dataset=rows())  # type: ignore[arg-type]
+    assert hwopt.fits(trainer.model, args, rows(), card="Tesla T4", **FP32)
+    trainer.train()
+
+
+def test_measured_memory_by_kind_stands_in_the_folder_for_the_report(tmp_path: Path) -> None:
+    trainer, _ = train(hwopt.optimized(Trainer, "cpu", **FP32), tmp_path, max_steps=1)
+    held = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))
+    assert held["weights"] * GIB >= sum(p.nbytes for p in trainer.model.parameters())
+    assert held["optimizer_state"] > 1.9 * held["weights"]
