@@ -296,6 +296,5 @@ def tensors_with_moment(states: Iterable[Mapping[str, Any]]) -> int:
         moments = [value for key, value in state.items() if getattr(value, "ndim", 0) > 0 and not key.startswith("qmap")]
         nonzero = [dequantized(moment).any() for moment in moments]
         whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in nonzero]
-        if whole:
-            found.append(torch.stack(whole).any())
+        found += [torch.stack(whole).any()] if whole else []
     return sum(int(torch.stack([each for each in found if each.device == at]).sum()) for at in {each.device for each in found})

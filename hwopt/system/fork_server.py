@@ -33,6 +33,8 @@ from typing import IO
 
 import psutil
 
+from hwopt.system.forked_process import ForkedProcess, forked
+
 POLL_SECONDS = 0.5
 START_SECONDS = 300.0  # time for the imports of a new server
 BLOCKED_FACTOR = 10  # A request that uses no CPU is killed after so many times its limit of CPU time
@@ -51,30 +53,6 @@ class Reply:
 
 class ServerEnded(Exception):
     """The server is not running any more. The message says why."""
-
-
-@dataclass
-class ForkedProcess:
-    """A fork of this process, with the methods of `subprocess.Popen` that a server needs."""
-
-    pid: int
-    code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
-        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            self.wait()
-        return self.code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended."""
-        if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer(AbstractContextManager["ForkServer"]):
@@ -165,27 +143,6 @@ class ForkServer(AbstractContextManager["ForkServer"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def forked(program: str, environment: dict[str, str], given: tuple[float, ...], callers: int, errors: int) -> ForkedProcess:
-    """Fork this process; the fork closes the caller's end of the connection, and serves. Its standard error goes to `errors`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of numpy and torch
-        pid = os.fork()
-    if pid:
-        return ForkedProcess(pid)
-    try:
-        os.setsid()  # Ctrl-C reaches the caller only
-        os.close(callers)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream, target in enumerate((nothing, nothing, errors)):
-            os.dup2(target, stream)
-        os.environ.update(environment)
-        importlib.import_module(program).serve(*given)
-    except BaseException:
-        traceback.print_exc(file=sys.__stderr__)
-    finally:
-        os._exit(1)
 
 
 def serve(
