@@ -153,7 +153,7 @@ def test_commands_and_scripts_of_a_page_run_in_order(
             done = subprocess.run(" ".join(command.words), shell=True, cwd=ROOT, capture_output=True, text=True)
             assert (done.returncode, done.stderr) == (0, "")
         elif is_run_here(command):
-            done = hwopt(*arguments(command)[1:], cwd=folder_of(command, folder), HF_HUB_OFFLINE="1")
+            done = hwopt(*arguments(command)[1:], cwd=folder_of(command, folder))
             assert done.returncode == 0, f"{command.place}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
             assert done.stdout + done.stderr, command.place
     run_scripts(page, folder)

@@ -89,17 +89,8 @@ def test_plan_says_that_a_run_would_refuse_the_data(tmp_path: Path) -> None:
         more = [] if code == 4 else ["--set", "data.max_length=32"]
         done = hwopt("plan", "--profile", "cpu", "--set", setting, *more, cwd=tmp_path)
         assert (done.returncode, done.stdout.partition(":")[0]) == (code, "WILL NOT RUN"), setting
-    elsewhere = (
-        "--profile",
-        "t4_16gb",
-        "--hardware",
-        "profile",
-        "--set",
-        "data.train=nowhere.jsonl",
-        "--set",
-        "data.max_length=32",
-    )
-    assert hwopt("plan", *elsewhere, cwd=tmp_path).returncode == 0
+    elsewhere = "--profile t4_16gb --hardware profile --set data.train=nowhere.jsonl --set data.max_length=32"
+    assert hwopt("plan", *elsewhere.split(), cwd=tmp_path).returncode == 0
 
 
 def test_paths_of_a_job_start_at_its_folder_then_at_the_working_directory(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,12 @@ NAMES = [
 ]
 
 
-def outcome(arguments: Sequence[str]) -> tuple[int, str]:
-    done = hwopt(*arguments, cwd=Path())
-    return done.returncode, done.stderr
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder. A payload that runs creates a file next to it."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
     return work
 
@@ -99,21 +93,24 @@ JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax
 SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n"
 
 
-def run_of_the_folder() -> tuple[int, str]:
+RUN = ("run", "job.toml", "--profile", "mine.toml", "--name", "r")
+
+
+def write_job() -> None:
     write_samples(Path("train.jsonl"), 8)
     Path("job.toml").write_text(JOB_OF_THE_FOLDER)
     Path("mine.toml").write_text(SMALL_PROFILE)
-    return outcome(["run", "job.toml", "--profile", "mine.toml", "--name", "r"])
 
 
 @pytest.mark.parametrize("corrupt", REFUSED, ids=lambda corrupt: corrupt.__name__)
 def test_unsafe_model_folder_is_refused(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
     trace = folder.parent / "was_run"
     corrupt(save_model(), trace)
-    code, message = run_of_the_folder()
-    assert code == 2, message
-    assert "Traceback" not in message
-    assert len(message.splitlines()) <= 12
+    write_job()
+    done = hwopt(*RUN, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 12
     assert not trace.exists()
 
 
@@ -128,8 +125,9 @@ def test_unused_code_and_pickles_of_a_model_are_ignored(folder: Path) -> None:
     change(model / "tokenizer_config.json", auto_map=own, chat_template=reach)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
         (model / name).write_bytes(pickle.dumps(Payload(trace)))
-    code, message = run_of_the_folder()
-    assert code == 0, message
+    write_job()
+    done = hwopt(*RUN, cwd=folder)
+    assert done.returncode == 0, done.stderr
     assert not trace.exists()
     assert {path.name for path in folder.parent.iterdir()} <= {"work", "cache"}
     assert {path.name for path in folder.iterdir()} == {"model", "train.jsonl", "job.toml", "mine.toml", "runs"}
@@ -177,11 +175,8 @@ def test_trust_remote_code_runs_only_the_named_model(named: str, folder: Path) -
     (model / "thing.py").write_text(OWN_CODE)
     own = {"AutoConfig": "thing.RemoteConfig", "AutoModelForSequenceClassification": "thing.RemoteModel"}
     change(model / "config.json", model_type="remote", auto_map=own)
-    write_samples(Path("train.jsonl"), 8)
-    Path("job.toml").write_text(JOB_OF_THE_FOLDER)
-    Path("mine.toml").write_text(SMALL_PROFILE)
-    command = [sys.executable, "-m", "hwopt", "run", "job.toml", "--profile", "mine.toml", "--name", "r"]
-    command += ["--trust-remote-code", named]
+    write_job()
+    command = [sys.executable, "-m", "hwopt", *RUN, "--trust-remote-code", named]
     found = finished(command, folder, TRACE=str(trace), HF_MODULES_CACHE=str(folder.parent / "modules"))
     assert found.returncode == (0 if named == "model" else 2), found.stderr
     assert trace.exists() == (named == "model")

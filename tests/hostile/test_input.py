@@ -57,7 +57,6 @@ LONG = "x" * 100_000
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a valid job."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("job.toml").write_bytes(JOB)
     return tmp_path
 

@@ -83,23 +83,18 @@ def install(monkeypatch: pytest.MonkeyPatch, thing: object, name: str = "third_p
     monkeypatch.setattr(registry_module.metadata, "entry_points", entry_points)
 
 
-def outcome(*arguments: str) -> tuple[int, str, str]:
-    done = hwopt(*arguments, cwd=Path())
-    return done.returncode, done.stdout, done.stderr
-
-
 EXPORT = ("export", "job.toml", "--profile", "mine.toml", "--to", "accelerate")
+PLAN = ("plan", "job.toml", "--profile", "mine.toml")
 RUN = ("run", "job.toml", "--profile", "mine.toml", "--name", "r")
 
 
-def refused(*arguments: str) -> str:
-    code, _, message = outcome(*arguments)
-    assert code == 3, (code, message)
-    assert "Traceback" not in message
-    assert len(message.splitlines()) <= 12
-    assert "'third_party'" in message, message
-    assert DISTRIBUTION in message, message
-    return message
+def refused(*arguments: str) -> None:
+    done = hwopt(*arguments, cwd=Path())
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 12
+    assert "'third_party'" in done.stderr
+    assert DISTRIBUTION in done.stderr
 
 
 def variant(**content: Any) -> type[Plugin]:
@@ -154,16 +149,13 @@ def test_output_of_a_plugin_is_not_in_stdout(folder: Path, monkeypatch: pytest.M
 
     hooks = {"probe": ThirdParty.probe, "memory": returning(None), "apply": apply, "evidence": ThirdParty.evidence}
     install(monkeypatch, variant(**{name: loud(name, hook) for name, hook in hooks.items()}))
-    code, output, message = outcome(*RUN)
-    assert code == 0, message
-    code, planned, more = outcome("plan", "job.toml", "--profile", "mine.toml")
-    assert code == 0, more
+    ran, planned = (hwopt(*command, cwd=folder) for command in (RUN, PLAN))
+    assert (ran.returncode, planned.returncode) == (0, 0), ran.stderr + planned.stderr
     for where in (*hooks, "a step of the model", "a final step"):
-        assert f"in {where}" not in output + planned
-        assert f"in {where}" in message + more
+        assert f"in {where}" not in ran.stdout + planned.stdout
+        assert f"in {where}" in ran.stderr + planned.stderr
 
 
-boom = raising(RuntimeError("boom"))
 leave = raising(SystemExit(0))
 RUNS: dict[str, type[Plugin]] = {
     "a final step leaves": writes(lambda recipe: recipe.final_steps.append(leave)),
@@ -181,5 +173,5 @@ def test_failing_hook_ends_the_run(thing: type[Plugin], folder: Path, monkeypatc
 
 
 def test_failing_memory_hook_names_the_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, variant(memory=boom))
-    refused("plan", "job.toml", "--profile", "mine.toml")
+    install(monkeypatch, variant(memory=raising(RuntimeError("boom"))))
+    refused(*PLAN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 
@@ -11,6 +10,5 @@ from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Train once in this process, so that its forks have all modules imported."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("warm")
     train_tiny(plan_for(tiny_profile(), tiny_job(folder / "data", max_steps=1)), folder)

@@ -19,7 +19,6 @@ GOOD, BAD = ("sehr gut, schöner Käse", "tolles Gerät für Größe 42"), ("sch
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """`hwopt init` proposes a small model with random weights."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("hwopt.planning.inputs.hub_is_out_of_reach", lambda: True)
 
 

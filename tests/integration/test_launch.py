@@ -38,7 +38,7 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
     return subprocess.Popen(
         [sys.executable, "-m", "hwopt", *arguments, "--processes", "2"],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "150", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "COLUMNS": "150"},
         stdin=subprocess.DEVNULL,
         text=True,
         # a background job of a shell ignores SIGINT, and its child processes inherit that

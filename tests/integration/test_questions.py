@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def excerpt(block: Any, folder: Path) -> str:
     """What the page would show of the command's output today."""
     shorter = SHORTER.get(block.arguments[0], []) if block.measured else []
-    done = hwopt(*block.arguments, *shorter, cwd=folder, HF_HUB_OFFLINE="1", COLUMNS="120")
+    done = hwopt(*block.arguments, *shorter, cwd=folder, COLUMNS="120")
     assert done.returncode == 0, done.stderr
     found: str = block.excerpt(done.stdout)
     return found

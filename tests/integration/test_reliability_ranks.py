@@ -108,7 +108,7 @@ class Launch:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=self.work.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HWOPT_TEST_LAUNCH": self.mark},
+                env={**os.environ, "ACCELERATE_USE_CPU": "true", "HWOPT_TEST_LAUNCH": self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -8,16 +8,11 @@ from hypothesis import strategies as st
 from plugin_cases import Cases, Mutation
 
 import hwopt_plugins.length_batching
-from hwopt.config.job import Data, Job, Model
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
-from hwopt.hardware.device import described
-from hwopt.planning.capabilities import BERT_BASE
-from hwopt.plugin import Context, verify
+from hwopt.plugin import verify
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens
 
-JOB = Job(model=Model(name="bert"), data=Data(train="train.csv"))
-CONTEXT = Context(described("T4", (7, 5), 16.0), {}, BERT_BASE, JOB)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
 
 

@@ -32,14 +32,6 @@ LAST = 12
 """Steps of a run here: three epochs of 41 rows, 12 a step, the last one of each 5; evaluations every 5 and at the end."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_plan(folder: Path, training: dict[str, Any] | None = None, **tables: Any) -> Plan:
     """A plan with dropout, three micro-batches a step, and a checkpoint after every step."""
     settings = {"max_steps": LAST, "learning_rate": 1e-2, "eval_steps": 5, "save_steps": 1}
