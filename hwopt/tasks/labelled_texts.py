@@ -68,7 +68,7 @@ class LabelledTexts(Task):
         import numpy as np
 
         def hashes(part: str) -> NDArray[np.int64]:
-            return np.fromiter(map(hash, zip(*parts[part].columns, strict=True)), np.int64)
+            return np.fromiter((hash(str(texts)) for texts in zip(*parts[part].columns, strict=True)), np.int64)
 
         held_out = [part for part in parts if part != "train"]
         known = np.unique(hashes("train") if held_out else np.empty(0, np.int64))

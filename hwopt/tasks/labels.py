@@ -63,7 +63,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
             )
     if classes:
         return ["" if value is None else classes[value] for value in values]
-    return ["" if value is None else sys.intern(label_text(value)) for value in values]  # one object for each label
+    return ["" if value is None else label_text(value) for value in values]
 
 
 class TypedLabel(str):
@@ -72,7 +72,7 @@ class TypedLabel(str):
 
 def label_text(value: Any) -> str:
     """The label of a cell: a text as it is, a number or a boolean as JSON writes it."""
-    return value if isinstance(value, str) else TypedLabel(str(value).lower())
+    return sys.intern(value) if isinstance(value, str) else TypedLabel(str(value).lower())  # one object for all equal texts
 
 
 def in_the_spelling_of(names: Sequence[str], label: str) -> str:
