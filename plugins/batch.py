@@ -113,17 +113,17 @@ class Batch(hw.Plugin):
             return self
 
         @classmethod
-        def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-            """`above` over `below`. If `above` changes only `train`, the step stays the same.
+        def merged(cls, base: Mapping[str, Any], override: Mapping[str, Any]) -> Mapping[str, Any]:
+            """`override` over `base`. If `override` changes only `train`, the step stays the same.
 
-            If `above` gives another step, it overrides `effective` and `effective_tokens` in `below`.
+            If `override` gives another step, it overrides `effective` and `effective_tokens` in `base`.
             """
-            merged = {**below, **above}
-            if above.keys() & {*TOTALS, "gradient_accumulation_steps"}:
-                return {key: value for key, value in merged.items() if key in above or key not in TOTALS}
-            train, steps = below.get("train", TRAIN_ROWS), below.get("gradient_accumulation_steps", 1)
+            merged = {**base, **override}
+            if override.keys() & {*TOTALS, "gradient_accumulation_steps"}:
+                return {key: value for key, value in merged.items() if key in override or key not in TOTALS}
+            train, steps = base.get("train", TRAIN_ROWS), base.get("gradient_accumulation_steps", 1)
             whole = isinstance(train, int) and isinstance(steps, int) and train * steps > 0
-            if whole and not below.keys() & TOTALS and above.get("train", train) != train:
+            if whole and not base.keys() & TOTALS and override.get("train", train) != train:
                 merged.pop("gradient_accumulation_steps", None)
                 merged["effective"] = train * steps
             return merged

@@ -28,9 +28,9 @@ MergeOptions = Callable[[str, Mapping[str, Any], Mapping[str, Any]], Mapping[str
 """(plugin, table of the parent, table of the child or of --set) -> the merged table."""
 
 
-def update_options(plugin: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The table `below` with the values of `above`: how tables merge unless a plugin declares otherwise."""
-    return {**below, **above}
+def update_options(plugin: str, base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `base` with the values of `override`: how tables merge unless a plugin declares otherwise."""
+    return {**base, **override}
 
 
 class TunedFor(Table):
@@ -139,9 +139,9 @@ def make_profile(
     """
     if job_plugins is not None:
         document = merged_over(document, job_plugins, merge)
-    below = document
+    base = document
     document = with_assignments(document, assignments, ("plugins",))
-    document = _settled(below, document, _set_options(document), merge)
+    document = _settled(base, document, _set_options(document), merge)
     problems = Problems()
     content = validate(Content, document, problems=problems)
     tables = document.data.get("plugins")
@@ -199,18 +199,18 @@ def _set_options(document: Document) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _settled(below: Document, merged: Document, above: Any, merge: MergeOptions) -> Document:
-    """`merged`, in which each plugin has merged its table `above` with the one `below`, if both have it."""
-    lower = below.data.get("plugins")
-    if not (isinstance(lower, dict) and isinstance(above, dict)):
+def _settled(base: Document, merged: Document, override: Any, merge: MergeOptions) -> Document:
+    """`merged`, in which each plugin has merged its table `override` with the one `base`, if both have it."""
+    lower = base.data.get("plugins")
+    if not (isinstance(lower, dict) and isinstance(override, dict)):
         return merged
     plugins, places = dict(merged.data["plugins"]), dict(merged.places)
     for name in plugins:
-        if isinstance(lower.get(name), dict) and isinstance(above.get(name), dict):
-            table = merge(name, lower[name], above[name])
+        if isinstance(lower.get(name), dict) and isinstance(override.get(name), dict):
+            table = merge(name, lower[name], override[name])
             for key in table:
                 if key not in plugins[name] or plugins[name][key] != table[key]:
-                    places["plugins", name, key] = f"kept ({below.place(('plugins', name))})"
+                    places["plugins", name, key] = f"kept ({base.place(('plugins', name))})"
             plugins[name] = table
     return replace(merged, data=merged.data | {"plugins": plugins}, places=places)
 

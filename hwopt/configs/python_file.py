@@ -38,7 +38,7 @@ def from_python(text: str, name: str) -> SourceFile:
         raise InputError(f"{name}:{error.lineno or 1}: is not valid Python: {error.msg}") from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name}: cannot be read as Python: {first_line(error)}") from error
-    script = Script(tree)
+    script = PythonScript(tree)
     made = [call for call in script.calls if ARGUMENTS.fullmatch(called(call))]
     if not made:
         raise InputError(
@@ -64,7 +64,7 @@ def called(call: ast.Call) -> str:
     return ""
 
 
-class Script:
+class PythonScript:
     """A syntax tree with the names that it assigns once."""
 
     def __init__(self, tree: ast.Module) -> None:

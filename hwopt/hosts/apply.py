@@ -170,10 +170,10 @@ def compute_loss_in(model: Any, loss_of: Any, recipe: Recipe, run: ScriptRun) ->
         outputs.logits = None
         return outputs
 
-    model.forward = Forward(plain, forward)
+    model.forward = ReplacedForward(plain, forward)
 
 
-class Forward:
+class ReplacedForward:
     """A `forward` in place of a model's own, `plain`. A copied or pickled model has its own."""
 
     def __init__(self, plain: Callable[..., Any], forward: Callable[..., Any]) -> None:

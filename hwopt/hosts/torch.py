@@ -17,7 +17,7 @@ import torch
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.errors import InputError
 from hwopt.hosts.additivity import device_of, inner, refuse_other_laws, rows_meet, shifts_labels, without_dropout
-from hwopt.hosts.apply import Forward
+from hwopt.hosts.apply import ReplacedForward
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
@@ -62,7 +62,7 @@ class Session:
         model = self.apply_to(self.model)
         if self.run.recipe.accelerator.get("mixed_precision") == "bf16":
             self.stack.callback(setattr, model, "forward", model.forward)
-            model.forward = Forward(model.forward, torch.autocast(self.run.device.type, torch.bfloat16)(model.forward))
+            model.forward = ReplacedForward(model.forward, torch.autocast(self.run.device.type, torch.bfloat16)(model.forward))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -76,17 +76,17 @@ class Inputs:
         plugins = job.plugins if job else None
         return make_profile(profile.document, assignments, self.merge_options, plugins, profile.chosen)
 
-    def merge_options(self, name: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The table `below` of the plugin `name` updated by `above`, as the plugin declares.
+    def merge_options(self, name: str, base: Mapping[str, Any], override: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The table `base` of the plugin `name` updated by `override`, as the plugin declares.
 
         A plugin that is unknown or cannot be imported is reported later, by `given_options`, with the place that names it.
         """
         try:
             plugin = self.registry.plugin(name)
         except HwoptError:
-            return update_options(name, below, above)
+            return update_options(name, base, override)
         with plugin_guard(f"plugin {name!r} of {self.registry.distribution(name)}", "Options.merged()"):
-            return dict(plugin.Options.merged(below, above))
+            return dict(plugin.Options.merged(base, override))
 
     def job(self, path: Path | None, assignments: Sequence[str]) -> JobFile | None:
         """The job at `path`; without a path job.toml of the working folder, or the job that `--set` spells out. None: the demo.

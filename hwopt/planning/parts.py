@@ -18,7 +18,7 @@ class WrittenRecipe:
 
     entries: tuple[PluginDecision, ...]
     recipe: Recipe
-    parts: tuple[Part, ...]
+    parts: tuple[WrittenPart, ...]
     """One for each plugin that still writes something."""
 
 
@@ -77,7 +77,7 @@ def without(lacking: Mapping[str, str], entry: PluginDecision, recipe: Recipe) -
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """What an applied plugin has in the recipe."""
 
     entry: PluginDecision
@@ -93,7 +93,7 @@ class Part:
         """Whether it has an engine without `capability`."""
         return "engine" in self.written and capability in self.traits.lacks
 
-    def declares(self, conflicts: Iterable[Conflict], other: Part) -> Iterator[str]:
+    def declares(self, conflicts: Iterable[Conflict], other: WrittenPart) -> Iterator[str]:
         """The reason of each of its `conflicts` that holds with `other`."""
         for conflict in conflicts:
             if concerns(conflict, other):
@@ -114,14 +114,14 @@ class Part:
             yield "single_update", f"the optimizer of {name!r} is not per_parameter"
 
 
-def declared(parts: Sequence[Part], relation: str = "conflicts") -> Iterator[tuple[Part, Part, str]]:
+def declared(parts: Sequence[WrittenPart], relation: str = "conflicts") -> Iterator[tuple[WrittenPart, WrittenPart, str]]:
     """(plugin, other plugin, reason) for each declared conflict that applies; `relation`: the field of `Relations`."""
     for part in parts:
         conflicts = getattr(part.entry.plugin.relations, relation)
         yield from ((part, other, why) for other in parts if other is not part for why in part.declares(conflicts, other))
 
 
-def yielding(parts: Sequence[Part], chosen: frozenset[str]) -> dict[str, str]:
+def yielding(parts: Sequence[WrittenPart], chosen: frozenset[str]) -> dict[str, str]:
     """Plugin -> why it is skipped: it is in a conflict, yields in conflicts, and the user did not name it.
 
     Where both plugins of a conflict are such, the one that declares it is skipped.
@@ -135,7 +135,7 @@ def yielding(parts: Sequence[Part], chosen: frozenset[str]) -> dict[str, str]:
     return found
 
 
-def concerns(conflict: Conflict, other: Part) -> bool:
+def concerns(conflict: Conflict, other: WrittenPart) -> bool:
     """Whether `conflict` names the plugin `other`, a field that it writes, or a capability that it lacks."""
     if conflict.field is not None:
         return other.writes(conflict.field)
@@ -151,14 +151,16 @@ def replacements(entries: Iterable[PluginDecision]) -> dict[str, str]:
     return {what: author for what, author in claims if counts[what] == 1}
 
 
-def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[tuple[PluginDecision, ...], tuple[Part, ...]]:
+def split_replaced(
+    entries: Sequence[PluginDecision], recipe: Recipe
+) -> tuple[tuple[PluginDecision, ...], tuple[WrittenPart, ...]]:
     """`entries`, with what other plugins replace in their reasons, and the parts of those that still write something.
 
     A plugin of which everything is replaced is skipped.
     """
     winners = replacements(entries)
     marked: list[PluginDecision] = []
-    parts: list[Part] = []
+    parts: list[WrittenPart] = []
     for entry in entries:
         if entry.decision == "skip":
             marked.append(entry)
@@ -171,7 +173,7 @@ def split_replaced(entries: Sequence[PluginDecision], recipe: Recipe) -> tuple[t
             continue
         reason = f"{entry.reason}; recipe.{', '.join(lost)} replaced by {by}" if lost else entry.reason
         marked.append(replace(entry, reason=reason))
-        parts.append(Part(marked[-1], frozenset(written) - lost.keys(), traits_of(entry)))
+        parts.append(WrittenPart(marked[-1], frozenset(written) - lost.keys(), traits_of(entry)))
     return tuple(marked), tuple(parts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from hwopt.config.aliases import option_for
 from hwopt.errors import InputError, PluginError, Problems
 from hwopt.planning.decisions import PluginDecision
-from hwopt.planning.parts import Part, WrittenRecipe, applied, declared
+from hwopt.planning.parts import WrittenPart, WrittenRecipe, applied, declared
 from hwopt.planning.plan import Plan
 from hwopt.plugin import CAPABILITIES
 
@@ -63,7 +63,7 @@ def missing(entries: Sequence[PluginDecision]) -> Iterator[str]:
                 yield f"{entry.author} needs {found[name].author}, which is skipped: {found[name].reason}. {without}"
 
 
-def implied(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
+def implied(parts: Sequence[WrittenPart]) -> Iterator[tuple[WrittenPart, WrittenPart, str]]:
     """(plugin, plugin of the engine, reason) for each plugin that needs a capability which the engine lacks."""
     engine = next((part for part in parts if "engine" in part.written), None)
     if engine is None:
@@ -75,7 +75,7 @@ def implied(parts: Sequence[Part]) -> Iterator[tuple[Part, Part, str]]:
                 yield part, engine, f"{why}, and the engine of {name!r} lacks {capability}: {CAPABILITIES[capability]}"
 
 
-def refuse_lacking_engine(plan: Plan, parts: Sequence[Part]) -> None:
+def refuse_lacking_engine(plan: Plan, parts: Sequence[WrittenPart]) -> None:
     """Raise InputError for micro-batches or clipping that the engine of a plugin lacks."""
     batch, max_grad_norm = plan.batch, plan.training.max_grad_norm
     for part in parts:
@@ -94,7 +94,7 @@ def refuse_lacking_engine(plan: Plan, parts: Sequence[Part]) -> None:
             )
 
 
-def refuse_replaced_loss(plan: Plan, parts: Sequence[Part]) -> None:
+def refuse_replaced_loss(plan: Plan, parts: Sequence[WrittenPart]) -> None:
     """Raise PluginError if a plugin replaces the loss of the task, whose options it would ignore."""
     own = next((part for part in parts if "loss" in part.written), None)
     if own is not None and (key := next(iter(plan.job.task.loss_changes), None)):
@@ -103,7 +103,7 @@ def refuse_replaced_loss(plan: Plan, parts: Sequence[Part]) -> None:
         )
 
 
-def refuse_split_router_loss(plan: Plan, parts: Sequence[Part]) -> None:
+def refuse_split_router_loss(plan: Plan, parts: Sequence[WrittenPart]) -> None:
     """Raise InputError if the load-balancing loss of a mixture of experts would be computed in parts: it is not their sum."""
     if not plan.router_loss:
         return

@@ -70,9 +70,9 @@ class PluginOptions(BaseModel):
         return self.model_copy(update=changes)
 
     @classmethod
-    def merged(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The TOML table `below` (a parent profile) updated by `above` (its child, or `--set`). Not validated yet."""
-        return {**below, **above}
+    def merged(cls, base: Mapping[str, Any], override: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The TOML table `base` (a parent profile) updated by `override` (its child, or `--set`). Not validated yet."""
+        return {**base, **override}
 
     @classmethod
     def sizes(cls) -> list[str]:

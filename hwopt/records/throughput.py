@@ -33,7 +33,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class RateRatio:
     """A rate over another one, and its 95 % interval; None if the noise is unknown."""
 
     value: float
@@ -74,7 +74,7 @@ def rate(windows: Sequence[Window], unit: Unit) -> float | None:
     return sum(getattr(window, unit) for window in windows) / seconds if seconds else None
 
 
-def rate_ratio(ours: Sequence[Window], theirs: Sequence[Window], unit: Unit) -> Ratio | None:
+def rate_ratio(ours: Sequence[Window], theirs: Sequence[Window], unit: Unit) -> RateRatio | None:
     """The rate of `ours` over that of `theirs`; None if one of them has none."""
     pairs = same_windows(ours, theirs)
     if paired := len(pairs) >= LEAST_WINDOWS:
@@ -84,7 +84,7 @@ def rate_ratio(ours: Sequence[Window], theirs: Sequence[Window], unit: Unit) -> 
         return None
     count = min(len(ours), len(theirs))
     if count < LEAST_WINDOWS:
-        return Ratio(over / under, None, None, count, paired=False)
+        return RateRatio(over / under, None, None, count, paired=False)
     mine, other = influences(ours, unit), influences(theirs, unit)
     if paired:
         variance, freedom = variance_of([a - b for a, b in zip(mine, other, strict=True)]), float(count - 1)
@@ -96,7 +96,7 @@ def rate_ratio(ours: Sequence[Window], theirs: Sequence[Window], unit: Unit) -> 
 
     spread = math.exp(stdtrit(freedom, 0.975) * math.sqrt(variance))
     value = over / under
-    return Ratio(value, value / spread, value * spread, count, paired)
+    return RateRatio(value, value / spread, value * spread, count, paired)
 
 
 def same_windows(ours: Sequence[Window], theirs: Sequence[Window]) -> list[tuple[Window, Window]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hwopt.config.task_kinds import task_facts
 from hwopt.records.run_record import RunRecord
-from hwopt.records.throughput import Ratio, rate, rate_ratio
+from hwopt.records.throughput import RateRatio, rate, rate_ratio
 from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, margin_text, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
@@ -121,14 +121,14 @@ def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Shee
     return Sheet(("", *names), [(label, *map(shown, plans)) for label, shown in rows.items()])
 
 
-def speed_ratios(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[tuple[str, Ratio]]:
+def speed_ratios(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[tuple[str, RateRatio]]:
     """(name, its samples per second over those of the first run), for each run after the first that can be compared."""
     for record, name in zip(records[1:], names[1:], strict=True):
         if ratio := rate_ratio(record.windows, records[0].windows, "samples"):
             yield name, ratio
 
 
-def describe_ratio(ratio: Ratio) -> str:
+def describe_ratio(ratio: RateRatio) -> str:
     """The ratio, its noise, and what the noise comes from."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.value:.3f} times the samples/s; noise unknown: {ratio.windows} log interval(s), 3 are needed"

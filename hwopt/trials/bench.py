@@ -18,12 +18,12 @@ from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
 from hwopt.text import cut
 from hwopt.trials.benchmark import Bench, BenchEffort, Benchmark
-from hwopt.trials.trial import MEMORY_KINDS, Progress, Variant, launching
+from hwopt.trials.trial import MEMORY_KINDS, TrialProgress, Variant, launching
 from hwopt.trials.variants import BASELINE, Contest, contest_of, planned_variants
 
 
 def run_bench(
-    inputs: Inputs, job: Path | None, subject: Variant, against: str | None, effort: BenchEffort, progress: Progress
+    inputs: Inputs, job: Path | None, subject: Variant, against: str | None, effort: BenchEffort, progress: TrialProgress
 ) -> tuple[Bench, BaseException | None]:
     """Measure `subject` (a profile, with assignments) against the profile `against` (see `contest_of`), plugin by plugin.
 

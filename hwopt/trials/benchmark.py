@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
-from hwopt.trials.trial import Launch, Outcome, Progress, run_trial
+from hwopt.trials.trial import Launch, Outcome, TrialProgress, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
 
 FIRST_STEPS = 8  # steps of the first round: the losses of later steps drift apart by rounding alone
@@ -84,7 +84,7 @@ class Benchmark:
         effort: BenchEffort,
         folder: Path,
         launcher: Callable[[], AbstractContextManager[Launch]],
-        progress: Progress,
+        progress: TrialProgress,
     ) -> None:
         self.job, self.effort, self.folder = job, effort, folder
         self.candidates = {candidate.name: candidate for candidate in candidates}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import ne
 from typing import Literal
 
-from hwopt.records.throughput import Ratio, Unit, Window, rate, rate_ratio
+from hwopt.records.throughput import RateRatio, Unit, Window, rate, rate_ratio
 
 TRIALS = 12
 WAITS = 0.02  # below this part of the time the loop does not wait for data: a faster input gains nothing
@@ -76,7 +76,7 @@ class Trial:
     number: int
     setting: Setting
     measurement: Measurement
-    ratio: Ratio | None  # of its speed to that of the start; None for a failure
+    ratio: RateRatio | None  # of its speed to that of the start; None for a failure
 
 
 @dataclass
@@ -225,7 +225,7 @@ def with_choice(setting: Setting, axis: int, choice: int) -> Setting:
     return (*setting[:axis], choice, *setting[axis + 1 :])
 
 
-def clearly_faster(ratio: Ratio | None) -> bool:
+def clearly_faster(ratio: RateRatio | None) -> bool:
     """Whether the ratio is above 1 by more than its noise."""
     if ratio is None or ratio.value <= 1:
         return False

@@ -50,7 +50,7 @@ MEMORY_KINDS = {"cuda": "torch's allocator", "cpu": "resident memory of the proc
 WARM_UP = 5  # one step of so many at the beginning is left out of the speed: caches fill, and kernels are chosen
 
 
-class Progress(Protocol):
+class TrialProgress(Protocol):
     """The line that says what is planned or measured next (hwopt.report.status_line, above this layer)."""
 
     def show(self, text: str) -> None: ...

@@ -15,14 +15,14 @@ from hwopt.errors import DoesNotFitError, InputError
 from hwopt.memory.planned import resolve
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.records.throughput import Ratio, Unit, Window, rate
+from hwopt.records.throughput import RateRatio, Unit, Window, rate
 from hwopt.system import signals
 from hwopt.system.cache import cache_folder
 from hwopt.system.paths import write_text
 from hwopt.text import cut
 from hwopt.trials.search import TRIALS, Ending, Failure, Measurement, Search, Setting, Trial
 from hwopt.trials.space import Space
-from hwopt.trials.trial import Launch, Outcome, Progress, Variant, launching, run_trial
+from hwopt.trials.trial import Launch, Outcome, TrialProgress, Variant, launching, run_trial
 from hwopt.trials.tuned_profile import Parent, Tuned, job_assignments, output_file, tuned_profile_text
 
 FAILURES: dict[str, Failure] = {"out of memory": "out of memory", "timed out": "time limit"}
@@ -54,7 +54,7 @@ class TrialRow:
     rate: float | None  # units per second; None for a failure
     unit: Unit
     peak_gib: float | None
-    ratio: Ratio | None  # of its speed to that of the start
+    ratio: RateRatio | None  # of its speed to that of the start
     failure: str = ""
     message: str = ""
 
@@ -85,7 +85,7 @@ def rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def ratio_text(ratio: Ratio | None) -> str:
+def ratio_text(ratio: RateRatio | None) -> str:
     """The ratio with its 95 % interval."""
     if ratio is None or ratio.low is None or ratio.high is None:
         return "-" if ratio is None else f"{ratio.value:.2f}"
@@ -96,7 +96,7 @@ def tuned(
     profile: str,
     inputs: Inputs,
     effort: TuneEffort,
-    progress: Progress,
+    progress: TrialProgress,
     on_trial: Callable[[TrialRow], None],
     output: Path | None = None,
     force: bool = False,
@@ -144,7 +144,7 @@ class Tuning:
     job: Path | None
     start: Variant
     effort: TuneEffort
-    progress: Progress
+    progress: TrialProgress
     on_trial: Callable[[TrialRow], None]
     folder: Path
     launch: Launch

@@ -17,7 +17,7 @@ import torch
 
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace import tracing_process
-from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
+from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -67,7 +67,7 @@ def plan_of(folder: Path, registry: Registry | None = None, **plugins: Any) -> P
 
 def trace(plan: Plan) -> int:
     """Return the bytes at the peak of a training step."""
-    return traced(Request(plan, Head(2), (("base", Shape(2, 16)),)))["train.base"].peak().bytes
+    return traced(TraceRequest(plan, Head(2), (("base", Shape(2, 16)),)))["train.base"].peak().bytes
 
 
 def server() -> psutil.Process:

@@ -20,7 +20,7 @@ from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
 from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_size
 from hwopt.memory.trace.timeline import Scaled, Timeline
-from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
+from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
@@ -50,7 +50,7 @@ def trace_plan(plan: Plan, width: int, head: Head, cache: Path | None = None) ->
     """
     path = None if cache is None else cache / f"{trace_key(plan, width, head)}.npz"
     shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
-    request = Request(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width)))
+    request = TraceRequest(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width)))
     return fit_trace(plan, cached_timelines(path, lambda: traced(request)), width)
 
 

@@ -58,7 +58,7 @@ class UnknownCode(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """A plan to trace at some shapes."""
 
     plan: Plan
@@ -92,7 +92,7 @@ class Request:
         return pickle.dumps((dict(os.environ), os.getcwd(), list(sys.path), trusted_models(), content))
 
 
-def unpack(packed: bytes) -> Request:
+def unpack(packed: bytes) -> TraceRequest:
     """Return a packed request, and apply the caller's environment to this process, except for its GPUs. Raises UnknownCode."""
     environment, folder, path, trusted, content = pickle.loads(packed)
     os.environ.clear()
@@ -102,13 +102,13 @@ def unpack(packed: bytes) -> Request:
     with suppress(OSError):
         os.chdir(folder)
     try:
-        found: Request = pickle.loads(content)
+        found: TraceRequest = pickle.loads(content)
     except (ImportError, AttributeError) as error:
         raise UnknownCode(str(error)) from error
     return found
 
 
-def traced(request: Request) -> dict[str, Timeline]:
+def traced(request: TraceRequest) -> dict[str, Timeline]:
     """Return the timelines that the tracing process makes. Raises NotTraceable with its error."""
     for by_value in (False, True):
         try:
@@ -235,7 +235,7 @@ def pickled(work: Callable[[], Any]) -> bytes:
         return pickle.dumps((type(error).__name__, next(iter(str(error).splitlines()), "")[:200]))
 
 
-def trace(request: Request) -> dict[str, Timeline]:
+def trace(request: TraceRequest) -> dict[str, Timeline]:
     """Return the timelines of all shapes. Skips equal layers; if that fails, every layer is run."""
     from hwopt.memory.trace.traced_step import fake_step_functions
 
@@ -251,7 +251,7 @@ def trace(request: Request) -> dict[str, Timeline]:
             return trace_shapes(steps, request)
 
 
-def trace_shapes(steps: StepFunctions, request: Request) -> dict[str, Timeline]:
+def trace_shapes(steps: StepFunctions, request: TraceRequest) -> dict[str, Timeline]:
     """Return the timelines of all shapes, each traced in a child."""
     found = trace_in_children(steps, request.shapes)
     if request.otherwise is not None and not same_programs(found, request.shapes):

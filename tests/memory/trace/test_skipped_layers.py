@@ -19,7 +19,7 @@ from hwopt.hardware.device import described
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.layer_kinds import contexts, layer_kinds, layers_to_run
 from hwopt.memory.trace.timeline import Timeline
-from hwopt.memory.trace.tracing_process import NotTraceable, Request, traced
+from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
 from hwopt.plugin.registry import Registry
@@ -112,9 +112,11 @@ def in_order(timeline: Timeline) -> list[list[int]]:
 
 def check_equal_to_whole(plan: Plan) -> None:
     shapes = (("base", Shape(4, 32)),)
-    traced(Request(plan, Head(2), shapes))  # tensors that a library makes when it is imported are part of the first trace only
-    whole = traced(Request(plan, Head(2), shapes, layers="all"))
-    extended = traced(Request(plan, Head(2), shapes, layers="few"))
+    traced(
+        TraceRequest(plan, Head(2), shapes)
+    )  # tensors that a library makes when it is imported are part of the first trace only
+    whole = traced(TraceRequest(plan, Head(2), shapes, layers="all"))
+    extended = traced(TraceRequest(plan, Head(2), shapes, layers="few"))
     assert whole.keys() == extended.keys() == {"train.base", "eval.base"}
     for name, expected in whole.items():
         found = extended[name]
@@ -203,8 +205,8 @@ def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
     plan = planned(tmp_path, LLAMA, {"counting_layers": {}}, registry)
     shapes = (("base", Shape(4, 32)),)
     with pytest.raises(NotTraceable, match="NotRepeated: layers 6 and 7 run other operations"):
-        traced(Request(plan, Head(2), shapes, layers="few"))
-    whole, usual = (traced(Request(plan, Head(2), shapes, layers=layers))["train.base"] for layers in ("all", None))
+        traced(TraceRequest(plan, Head(2), shapes, layers="few"))
+    whole, usual = (traced(TraceRequest(plan, Head(2), shapes, layers=layers))["train.base"] for layers in ("all", None))
     assert in_order(usual) == in_order(whole)
     assert usual.peak() == whole.peak()
 
@@ -213,7 +215,7 @@ def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
 def test_layer_that_computes_token_after_token_is_not_traced(tmp_path: Path) -> None:
     """A loop of Mamba over 300 tokens, which a run on a card without its kernels also does."""
     mamba = {"model_type": "mamba", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 8, "state_size": 4}
-    request = Request(planned(tmp_path, mamba, {}), Head(2), (("base", Shape(2, 300)),))
+    request = TraceRequest(planned(tmp_path, mamba, {}), Head(2), (("base", Shape(2, 300)),))
     with pytest.raises(NotTraceable, match="SequentialScan: a layer runs more than 800 operations for 300 tokens"):
         traced(request)
 
