@@ -55,7 +55,7 @@ for fork in (True, False):
     with ForkServer("program", {"SHOWN": "no"}, fork=fork) as server:
         print(server.ask(b"one", 60.0).answer.decode(), server.usable)
         print(server.ask(b"two", 60.0).answer.decode())
-    print(server.process.poll(), server.usable)
+    print(server.process.poll() is None, server.usable)
 with ForkServer("no_such_program", fork=True) as server:
     try:
         server.ask(b"", 60.0)
@@ -67,6 +67,6 @@ with ForkServer("no_such_program", fork=True) as server:
 def test_a_forked_server_has_what_its_caller_imported_and_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     found = subprocess.run([sys.executable, "-c", CALLER, tmp_path], capture_output=True, text=True, check=True, timeout=60)
-    forked = ["one: imported True, SHOWN no True", "two: imported True, SHOWN no", "-9 False"]
+    forked = ["one: imported True, SHOWN no True", "two: imported True, SHOWN no", "False False"]
     started = [line.replace("imported True", "imported False") for line in forked]
     assert found.stdout.splitlines() == [*forked, *started, "ModuleNotFoundError: No module named 'no_such_program'"]
