@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,8 +43,6 @@ ERRORS = {
 """The error that each tier states (measurements in docs/memory.md)."""
 
 MOST_LENGTH = 1 << 17
-DRAWS = 32
-"""Random steps that are laid out to find the largest micro-batch of a collate."""
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
 
@@ -111,17 +108,10 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
     )
 
 
-def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int, draws: int = 1) -> PlayedSteps:
-    """Return the arguments of `played_run` for these sizes.
-
-    With a collate of the recipe random samples may fill the rows better than the longest ones do: the largest size of so many
-    random steps counts.
-    """
-    largest = largest_size(plan, rows, width)
+def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int) -> PlayedSteps:
+    """Return the arguments of `played_run` for these sizes."""
+    largest = lengths.laid_out(plan, rows, width)
     usual = [] if trace.fixed_width else lengths.usual_step(plan, rows, width)
-    if plan.recipe.collate is not None:
-        drawn = (size for seed in range(draws) for size in lengths.usual_step(plan, rows, width, seed))
-        largest = max([largest, *drawn], key=math.prod)
     step = trace.train.at(*largest)
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
@@ -144,7 +134,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
     """Return the memory of a plan from its `trace`, without the largest sizes. `shape`: of the largest micro-batch."""
     buckets = bucket_bytes(plan)
     waiting = waiting_bytes(plan, shape.rows)
-    steps = run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width, DRAWS)
+    steps = run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width)
     run = played_run(*steps)
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(

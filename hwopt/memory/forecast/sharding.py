@@ -17,7 +17,6 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.playback import PlayedRun, played_run
 from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, sharded, states, volume
 from hwopt.memory.forecast.lengths import lengths_of
-from hwopt.memory.shapes import largest_size
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable
@@ -96,8 +95,9 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
             trace = trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
     steps = None
     if trace is not None:
-        eval_rows = lengths_of(plan, cache).eval_batch(plan, memory.width)
-        steps = trace.train.at(*largest_size(plan, memory.rows, memory.width)), trace.eval.at(eval_rows, memory.width)
+        lengths = lengths_of(plan, cache)
+        train = trace.train.at(*lengths.laid_out(plan, memory.rows, memory.width))
+        steps = train, trace.eval.at(lengths.eval_batch(plan, memory.width), memory.width)
     spec, micro_batches = plan.memory_spec, plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)
     rows = []

@@ -373,6 +373,18 @@ def test_usual_step_has_the_shapes_of_micro_batches_of_random_samples(tmp_path: 
     assert lengths.usual_step(plan, 3, 4) == [(3, 4), (1, 4)]
 
 
+def test_packed_step_is_as_large_as_the_largest_of_the_run(tmp_path: Path) -> None:
+    """Not one of the longest samples alone, unless the run tries them before step 1."""
+    sizes = {"batch": {"train": 4, "effective": 8}, "pack": {}}
+    plan = planned(tmp_path / "data", BERT, sizes, hardware=described("a card", (8, 6), 8.0))
+    lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 39 + [32], np.int32), longest=32)
+    assert lengths.laid_out(plan, 4, 32) == (2, 48), "seven documents beside the longest one"
+    assert lengths.laid_out(plan, 4, 8) == (2, 16)
+    for unknown in (replace(lengths, train=None), replace(lengths, train=np.full(40, 32, np.int32))):
+        assert unknown.laid_out(plan, 4, 32) == (2, 64)
+    assert lengths.laid_out(plan, 16, 32) == (8, 64), "rows that no step has"
+
+
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="64 ranks for 40 training samples"):
         plan_memory(planned(tmp_path, BERT, {"batch": {"train": 64}}, world_size=64), cache_folder())
