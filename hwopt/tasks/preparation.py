@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,7 +73,6 @@ def token_store(
     if not store.is_complete():
         with only_process(staged):
             store = kind.cached(folder, written)
-        shutil.rmtree(staged, ignore_errors=True)
     report_left_out(store, samples)
     if not store.has("documents"):  # the store may come from a run with another model
         used = np.delete(np.arange(len(samples)), [sample for sample, _ in store.meta["left_out"]]).tolist()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 CHUNK_BYTES = 1 << 22
+ABANDONED_SECONDS = 7 * 86_400.0
+"""Age of chunks that no process will continue: the job was changed or given up."""
 
 
 @contextmanager
@@ -34,15 +38,29 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def only_process(folder: Path) -> Iterator[None]:
-    """Create `folder` and wait until no other process is in such a block of the same folder. A killed process leaves it."""
-    lock = FileLock(folder / "lock", is_singleton=False)
+    """Wait until no other process is in such a block of the same `folder` of chunks; remove the folder at the end.
+
+    A process that is killed or fails leaves it to the next one. Folders that nobody came back to are removed too.
+    """
+    lock = FileLock(folder.with_suffix(".lock"), is_singleton=False)
     with writing_cache(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
         yield
+        abandoned = [path for path in folder.parent.glob("*.chunks") if time.time() - modified(path) > ABANDONED_SECONDS]
+        for path in (folder, *abandoned):
+            shutil.rmtree(path, ignore_errors=True)
     finally:
         lock.release()
+
+
+def modified(path: Path) -> float:
+    """When `path` was changed, in seconds since 1970; now if it does not exist any more."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 class Chunks:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -51,6 +52,11 @@ def test_a_killed_process_is_continued_and_the_store_is_the_same(tmp_path: Path,
     done = Chunks(left).done
     assert 0 < done < len(ROWS)
 
+    recent, abandoned = left.with_name(".recent.chunks"), left.with_name(".abandoned.chunks")
+    for folder in (recent, abandoned):
+        folder.mkdir()
+    os.utime(abandoned, (0, 0))
+
     tokenised: list[int] = []
     real = tokenizer.encoded_batch
 
@@ -63,7 +69,7 @@ def test_a_killed_process_is_continued_and_the_store_is_the_same(tmp_path: Path,
     assert sum(tokenised) == len(ROWS) - done
     assert store.folder.name == whole.name
     assert files_of(store.folder) == files_of(whole)
-    assert not left.exists()
+    assert list(left.parent.glob("*.chunks")) == [recent]
 
 
 def test_what_follows_the_last_state_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
