@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +101,22 @@ def decide(profile: Profile, registry: Registry, context: Context, choices: Mapp
         requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
         known = with_applied(context, [entry for entry in found if entry.plugin.stage < plugin.stage])
         found.append(probe_plugin(requested, profile, known, choices.get(plugin_class.name, 0)))
-    return in_order(found)
+    return without_required(in_order(found), profile.chosen)
+
+
+def without_required(entries: Sequence[PluginDecision], chosen: Collection[str]) -> tuple[PluginDecision, ...]:
+    """`entries`, of which those that require a skipped plugin are skipped too.
+
+    One that the user named (`chosen`) stays, and is refused later.
+    """
+    skipped = {entry.name: entry for entry in entries if entry.decision == "skip"}
+    found = list(entries)
+    for place, entry in enumerate(found):
+        needed = next((skipped[name] for name in entry.plugin.relations.requires if name in skipped), None)
+        if needed is not None and entry.decision != "skip" and entry.name not in chosen:
+            found[place] = replace(entry, decision="skip", reason=f"needs plugin {needed.name!r}, which is skipped")
+            return without_required(found, chosen)
+    return tuple(found)
 
 
 def with_applied(context: Context, entries: Iterable[PluginDecision]) -> Context:

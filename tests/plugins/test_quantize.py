@@ -170,8 +170,11 @@ def test_products_are_in_a_dtype_that_the_card_has(tmp_path: Path) -> None:
 def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"needs the plugin 'adapter': add a table \[plugins.adapter\]"):
         plan_for(tiny_profile(quantize={}), tiny_job(tmp_path, "causal-lm"))
+    profile = tiny_profile(adapter={}, quantize={})
+    entry = entry_of("quantize", plan_for(profile, tiny_job(tmp_path, "causal-lm")))
+    assert (entry.decision, entry.reason) == ("skip", "needs plugin 'adapter', which is skipped")
     with pytest.raises(PluginError, match="which is skipped: .*To train without both set plugins.quantize.enabled = false"):
-        plan_for(tiny_profile(adapter={}, quantize={}), tiny_job(tmp_path, "causal-lm"))
+        plan_for(replace(profile, chosen=frozenset({"quantize"})), tiny_job(tmp_path, "causal-lm"))
 
 
 def test_plan_counts_weights_of_4_bits(tmp_path: Path) -> None:
