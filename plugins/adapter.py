@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import sqrt
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -39,8 +40,7 @@ TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 
 def classification_heads(model: Any) -> list[str]:
     """The names of the trained modules outside the pretrained body, such as "classifier" and "score"."""
-    named = ((name, child) for name, child in model.named_children() if name != model.base_model_prefix)
-    return [name for name, child in named if next(child.parameters(), None) is not None]
+    return [name for name, child in model.named_children() if name != model.base_model_prefix and [*child.parameters()]]
 
 
 def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list[int]] | None:
@@ -67,9 +67,8 @@ def lora_config(options: Adapter.Options, task: str | None, heads: Sequence[str]
     from peft import LoraConfig
 
     modules, init = options.target_modules, options.init_lora_weights
-    fields = options.model_dump(mode="json", include={"r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform"})
     return LoraConfig(
-        **fields,
+        **options.model_dump(mode="json", include={"r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform"}),
         use_dora=options.kind == "dora",
         init_lora_weights=init if init != LOFTQ else True,
         target_modules=NAMED_MODULES[modules] if isinstance(modules, str) else list(modules),
@@ -240,45 +239,46 @@ class Adapter(hw.Plugin):
         # a gradient leaves a nonzero moment in the optimizer state; matrix A has none in step 1, because B is still zero
         updated = tensors_with_moment(run.optimizer.state.values())
         without, idle = layers_without_adapter(run.inner_model), idle_adapters(run)
-        seen = (
-            f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
-            f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
-            "tensors in the optimizer received gradients"
-        )
+        seen = f"{sum(p.numel() for _, p in trained):,} of {sum(p.numel() for _, p in named):,} parameters trained, "
+        seen += f"{adapters} adapters, {magnitudes} DoRA magnitudes; {updated} of {len(run.engine.parameters)} "
+        seen += "tensors in the optimizer received gradients"
         seen += f"; {len(without)} layers of the same names have no adapter: {hw.first_names(without)}" if without else ""
         seen += f"; {len(idle)} adapters are not computed or do not train: {hw.first_names(idle)}" if idle else ""
         if any(config.init_lora_weights == LOFTQ for config in getattr(run.inner_model, "peft_config", {}).values()):
             return hw.Evidence.inactive(f"{seen}; LoftQ had no quantized weights: use it with [plugins.quantize]")
         if not adapters or unexpected:
             return hw.Evidence.inactive(f"{seen}; other trained parameters: {', '.join(unexpected[:3]) or 'none'}")
-        expected = min(adapters + magnitudes, len(run.engine.parameters))  # a sharded engine has fewer, flat tensors
         kinds = frozenset({"dora"} if magnitudes == adapters else {"lora", "dora"} if magnitudes else {"lora"})
-        return hw.Evidence.of(updated >= expected and not idle, seen, kind=kinds, without_adapter=len(without))
+        layers = [module for module in run.inner_model.modules() if hasattr(module, "lora_B")]
+        scales = frozenset(scale for layer in layers for scale in layer.scaling.values())
+        dropout = frozenset(getattr(each, "p", 0.0) for layer in layers for each in layer.lora_dropout.values())
+        right = not idle and updated >= min(adapters + magnitudes, len(run.engine.parameters))  # flat tensors if sharded
+        return hw.Evidence.of(right, seen, kind=kinds, without_adapter=len(without), scale=scales, dropout=dropout)
 
     def expects(self) -> Mapping[str, Any]:
         modules = self.options.target_modules
         some = self.options.layers_to_transform or (not isinstance(modules, str) and any("." in name for name in modules))
-        return {"kind": self.options.kind} | ({} if some else {"without_adapter": 0})
+        rank = sqrt(self.options.r) if self.options.use_rslora else self.options.r
+        values = {"scale": self.options.lora_alpha / rank, "dropout": self.options.lora_dropout}
+        return {"kind": self.options.kind} | values | ({} if some else {"without_adapter": 0})
 
 
 def layers_without_adapter(model: Any) -> list[str]:
     """The names of the frozen layers without an adapter that have the name and the class of one with an adapter."""
-
-    def kind(name: str, module: Any) -> tuple[str, type]:
-        return name.rsplit(".", 1)[-1], type(module)
-
-    named, ends = dict(model.named_modules()), ".base_layer"
-    adapted = {kind(name.removesuffix(ends), module) for name, module in named.items() if name.endswith(ends)}
-    plain = [name for name, module in named.items() if kind(name, module) in adapted and "original_module" not in name]
+    named, end = dict(model.named_modules()), ".base_layer"
+    kinds = {name: (name.removesuffix(end).rsplit(".", 1)[-1], type(module)) for name, module in named.items()}
+    adapted = {kind for name, kind in kinds.items() if name.endswith(end)}
+    plain = [name for name, kind in kinds.items() if kind in adapted and not name.endswith(end) and "original_module" not in name]
     return [name for name in plain if not named[name].weight.requires_grad]
 
 
 def idle_adapters(run: hw.RunView) -> list[str]:
-    """The names of the adapted layers that ran in the observed step without their adapter, or whose adapter is frozen."""
+    """The names of the adapted layers that run without their adapter, or whose adapter is frozen or merged into the weight."""
     model, calls = run.inner_model, run.observation.forward_calls
     parts = {name.split(".lora_B.")[0]: name for name, _ in model.named_modules() if ".lora_B." in name}
-    frozen = {name.split(".lora_")[0] for name, p in model.named_parameters() if ".lora_" in name and not p.requires_grad}
-    return [layer for layer, part in parts.items() if layer in frozen or (calls.get(layer, 0) and not calls.get(part, 0))]
+    off = {name.split(".lora_")[0] for name, p in model.named_parameters() if ".lora_" in name and not p.requires_grad}
+    off |= {layer for layer in parts if (module := model.get_submodule(layer)).disable_adapters or module.merged}
+    return [layer for layer, part in parts.items() if layer in off or (calls.get(layer, 0) and not calls.get(part, 0))]
 
 
 def dequantized(moment: Any) -> Any:

@@ -189,13 +189,37 @@ def test_evidence_is_inactive_if_other_weights_train():
     assert "word_embeddings" in evidence.seen
 
 
-def test_evidence_names_an_adapter_that_is_frozen():
+def without_its_adapter(layer, model):
+    model.bert.encoder.layer[0].attention.self.query = layer.base_layer
+
+
+ENDS = {  # what ends the effect of the adapter of one layer
+    "frozen": (lambda layer, model: layer.lora_B.requires_grad_(False), "1 adapters are not computed or do not train: "),
+    "disabled": (lambda layer, model: layer.enable_adapters(False), "1 adapters are not computed or do not train: "),
+    "merged": (lambda layer, model: layer.merge(), "1 adapters are not computed or do not train: "),
+    "multiplied by 0": (lambda layer, model: layer.scaling.update(default=0.0), "expected scale 2.0, found 0.0 and 2.0"),
+    "dropped out": (lambda layer, model: layer.lora_dropout.update({"default": torch.nn.Dropout(1.0)}), "found 0.0 and 1.0"),
+    "removed": (without_its_adapter, "expected without_adapter 0, found 1"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_evidence_names_an_adapter_that_ended(end):
     plugin, _, model = classifier(bert, "lora")
     run = trained(model)
-    next(p for name, p in model.named_parameters() if "lora_B" in name).requires_grad_(False)
+    assert verify(plugin, run).status == "active"
+    change, says = ENDS[end]
+    change(model.bert.encoder.layer[0].attention.self.query, model)
     evidence = verify(plugin, run)
-    assert evidence.status == "inactive"
-    assert "1 adapters are not computed or do not train: " in evidence.seen
+    assert (evidence.status, says in evidence.seen) == ("inactive", True), evidence.seen
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {"lora_dropout": 0.1}, {"init_lora_weights": "pissa"}])
+def test_evidence_knows_the_scale_and_the_dropout_of_an_adapter(options):
+    plugin, recipe = Adapter(Adapter.Options(r=3, lora_alpha=7, **options)), Recipe()
+    plugin.apply(recipe, context())
+    evidence = verify(plugin, trained(recipe.model_steps[0](bert(), None)))
+    assert evidence.status == "active", evidence.seen
 
 
 def test_evidence_reads_states_that_torchao_quantized():
