@@ -85,9 +85,11 @@ class CausalLM(Task):
             found = [Layout("messages", (name,)) for name in names if holds_messages(table, name)]
         if found:
             first, others = found[0], tuple(found[1:])
-            return recognised_samples(with_beside(replace(first, unread=others), names))
+            return recognised_samples(with_beside(replace(first, unread=others), names), table)
         if texts := text_of(table, None):
+            beside = with_beside(Layout("texts", (texts[0],)), names)
             why = f"column {texts[0]!r} holds text, and no column looks like a label"
+            why += f"; {beside.note}, or to predict a column set task.kind and data.label" if beside.beside else ""
             if table.num_rows > 1 and mean_length(table, texts[0]) < LONG_TEXT:
                 return Recognised({"text": texts[:1]}, tuple(texts[:1]), why)
             return Recognised({"text": texts[:1], "blocks": True}, tuple(texts[:1]), f"{why}; it is cut into blocks", joined=True)
@@ -230,7 +232,7 @@ class CausalLM(Task):
         return TokenMetrics(device)
 
 
-def recognised_samples(layout: Layout) -> Recognised:
+def recognised_samples(layout: Layout, table: pa.Table) -> Recognised:
     """The columns of `layout`, conversations or prompts with completions, for a job."""
     columns = layout.columns
     what = {"completions": "prompts with completions, as messages", "prompts": "prompts with completions"}
@@ -238,7 +240,9 @@ def recognised_samples(layout: Layout) -> Recognised:
     why = f"column{'s' * (len(columns) > 1)} {listing(list(map(repr, columns)))} hold{'s' * (len(columns) < 2)} {kind}"
     keys = {"messages": columns[0]} if layout.kind == "messages" else {"prompt": columns[0], "completion": columns[1]}
     alone = columns == ALPACA and not layout.unread
-    return Recognised({} if alone else keys, columns, "; ".join(filter(None, (why, layout.note))), 1, chat=layout.chat)
+    answers = columns[0] == ALPACA[0] or holds_messages(table, columns[0])  # a label beside them says what they are about
+    why = "; ".join(filter(None, (why, layout.note)))
+    return Recognised({} if alone else keys, columns, why, 5 if answers else 1, chat=layout.chat)
 
 
 def template_of(trained: Trained) -> ChatTemplate:

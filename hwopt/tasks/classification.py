@@ -15,6 +15,7 @@ from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
 from hwopt.tasks.labels import (
+    TypedLabel,
     imbalance,
     in_the_spelling_of,
     label_order,
@@ -120,6 +121,11 @@ class Classification(Classes):
                 f"labels that pandas reads as missing values: {listing([*map(repr, missing)])}. hwopt trains each as a class; "
                 "remove its rows if they have no label"
             )
+        if {"-1", "0", "1", "2"} <= {*names}:
+            notes.append("'-1' is trained as a class; data sets of the hub write it for a missing label: remove such rows")
+        typed = {str(label) for label in samples.labels if isinstance(label, TypedLabel)}
+        if both := sorted(typed.intersection(label for label in samples.labels if not isinstance(label, TypedLabel))):
+            notes.append(f"{column!r} holds {listing(both)} as numbers in some rows and as texts in others: one class for both")
         if any(not number.is_integer() for number in numbers_of(names) or ()):
             notes.append(
                 f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of
+from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of, unread_texts
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows, class_names
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import DELIMITERS, is_flag, is_list_of_labels, label_order, read_flags, read_sets
+from hwopt.tasks.labels import DELIMITERS, is_flag, is_list_of_labels, label_order, parts_of, read_flags, read_sets
 from hwopt.tasks.predictors import LabelSetPredictor
 from hwopt.tasks.prepared import Named, Prepared, Samples
 from hwopt.tasks.recognition import Recognised
@@ -55,6 +55,8 @@ class MultiLabel(Classes, LabelledTexts):
         lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
         if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
+        elif lists := [name for name in named if holds_written_lists(table, name)]:
+            keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
         elif len(flags := [name for name in names if is_flag(table, name)]) > 1:
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
         elif (found := delimited_column(table, named)) is not None:
@@ -65,7 +67,8 @@ class MultiLabel(Classes, LabelledTexts):
         texts = text_of(table, keys["label"] if isinstance(keys["label"], str) else None)
         if not texts:
             return "no column looks like a text for multi-label-classification; name it in the job with data.text"
-        return Recognised({"text": texts, **keys}, tuple(texts), why, rank=4)
+        known = (*texts, *([keys["label"]] if isinstance(keys["label"], str) else keys["label"]))
+        return Recognised({"text": texts, **keys}, tuple(texts), why + unread_texts(table, known), rank=4)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
         columns = job.data.label
@@ -131,6 +134,12 @@ def repeats(table: pa.Table, name: str) -> bool:
     """Whether few items occur often in a column of lists: as labels do, and answers to questions do not."""
     items = [item for value in table[name].slice(0, EXAMINED).to_pylist() for item in value or ()]
     return 2 <= len({*items}) <= min(MOST_CLASSES, len(items) // 2)
+
+
+def holds_written_lists(table: pa.Table, name: str) -> bool:
+    """Whether all texts of a column are lists in JSON or Python: "['a', 'b']"."""
+    cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if value]
+    return bool(cells) and all(str(cell).strip().startswith("[") and isinstance(parts_of(cell, ","), list) for cell in cells)
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:

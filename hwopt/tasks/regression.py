@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, LABELS, SCORES, is_fractional, text_of
+from hwopt.data.sources.columns import EXAMINED, LABELS, SCORES, is_fractional, text_of, unread_texts
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.sources.rows import Rows, holds_text, values_type
 from hwopt.data.sources.tables import find_column
@@ -61,7 +61,7 @@ class Regression(LabelledTexts):
         why, keys = f"column {found[0]!r} holds measurements", {"text": texts, "label": found[0]}
         if decimal_of(table[found[0]].slice(0, EXAMINED).to_pylist()) == ",":
             why, keys = f"{why} with a decimal comma", {**keys, "decimal": ","}
-        return Recognised(keys, tuple(texts), why, rank)
+        return Recognised(keys, tuple(texts), why + unread_texts(table, (*texts, found[0])), rank)
 
     def read_labels(self, rows: Rows, job: Job) -> list[Any]:
         return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import SCORES, classes, has_many_classes, is_fact, label_columns, text_of
+from hwopt.data.sources.columns import SCORES, has_many_classes, is_fact, label_columns, text_of, unread_texts, values_of
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
@@ -33,8 +33,8 @@ class TextClassification(Classification, LabelledTexts):
         texts = text_of(table, label)
         if not texts:
             return "no column looks like a text for text-classification; name it in the job with data.text"
-        values = [*map(label_text, table[label].unique().drop_null().to_pylist())]
-        why = f"column {label!r} has {classes(table, label):,} values: {listing(sorted(values), 5)}"
+        values = [*map(label_text, values_of(table, label))]
+        why = f"column {label!r} has {len(values):,} values: {listing(sorted(values), 5)}"
         if others:
             why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
         if label in values:
@@ -43,5 +43,5 @@ class TextClassification(Classification, LabelledTexts):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
         if label.lower() in SCORES or any(not number.is_integer() for number in numbers_of(values) or ()):
             why += "; to predict them as numbers set task.kind = 'regression'"
-        why = "; ".join([why, *similar_labels(values)])
+        why = "; ".join([why + unread_texts(table, (*texts, label)), *similar_labels(values)])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)

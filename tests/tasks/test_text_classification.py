@@ -309,6 +309,13 @@ def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> 
         assert torch.allclose(again(**tokens).logits, tuned(**padded(prepared, [0])).logits, atol=1e-6)
 
 
+def test_labels_of_two_types_and_of_missing_labels_are_named(tmp_path: Path) -> None:
+    _, _, prepared = prepare(tmp_path, [{"text": f"text {n}", "label": label} for n, label in enumerate([-1, 0, 1, "1", 2])])
+    said = "\n".join(prepared.notes)
+    assert "'label' holds 1 as numbers in some rows and as texts in others: one class for both" in said
+    assert "'-1' is trained as a class; data sets of the hub write it for a missing label" in said
+
+
 def test_labels_that_look_alike_and_repeated_rows_are_named(tmp_path: Path) -> None:
     labels = ["Yes", "yes", "no", " n\u200bo", "NA", "caf\u00e9", "cafe\u0301"]
     rows = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]

@@ -6,13 +6,15 @@ Names decide first, as data sets of the hub use them; then the content: a label 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.chat import ALPACA, MESSAGES_TEXT
 from hwopt.data.sources.image_folder import split_folders
 from hwopt.data.sources.number_format import decimal_of, numbers_of
 from hwopt.data.sources.rows import holds_text, is_list, values_type
+from hwopt.text import listing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,6 +29,7 @@ FACTS = re.compile(
 PAIRS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text_a", "text_b"), ("question", "sentence"), ("question", "passage"), ("query", "passage")),
+    *(("question", "answer"), ("prompt", "response")),
 )
 PROMPTS = (
     *(("prompt", "completion"), ("prompt", "response"), ("instruction", "response"), ("instruction", "output")),
@@ -83,6 +86,14 @@ def text_of(table: pa.Table, label: str | None) -> list[str]:
             return [lower[name]]
     longest = max(lower.values(), key=lambda name: mean_length(table, name), default=None)
     return [] if longest is None else [longest]
+
+
+def unread_texts(table: pa.Table, known: Iterable[str]) -> str:
+    """What to say of further columns whose cells are mostly of several words; "" if there are none."""
+    first = table.slice(0, EXAMINED)
+    others = [name for name in table.column_names if name not in known and is_text(table, name)]
+    prose = [name for name in others if 2 * sum(" " in str(cell or "") for cell in first[name].to_pylist()) > first.num_rows]
+    return f"; {listing([*map(repr, prose)])} not read: name in data.text all that the model needs" if prose else ""
 
 
 def type_of(table: pa.Table, name: str) -> pa.DataType:
@@ -161,8 +172,13 @@ def is_scalar(table: pa.Table, name: str) -> bool:
     return whole or ((holds_text(kind) or pa.types.is_floating(kind)) and not is_fractional(table, name))
 
 
+def values_of(table: pa.Table, name: str) -> list[Any]:
+    """The different values of a column, without empty cells and NaN."""
+    return [value for value in table[name].unique().to_pylist() if value is not None and value == value and str(value).strip()]
+
+
 def classes(table: pa.Table, name: str) -> int:
-    return sum(value is not None and value != "" for value in table[name].unique().to_pylist())
+    return len(values_of(table, name))
 
 
 def has_many_classes(table: pa.Table, name: str) -> bool:

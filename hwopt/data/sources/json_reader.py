@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
@@ -74,12 +74,20 @@ def read_objects(path: Path, lines: Iterable[tuple[int, str]], bad_rows: BadRows
 
 
 def refuse_whole_object(path: Path, text: str) -> None:
-    """Raise DataError if `text` is one JSON object over several lines."""
-    if "\n" in text.strip() and isinstance(json_object(text), dict):
+    """Raise DataError if `text` is one JSON object over several lines, or holds the rows or the columns of a table."""
+    whole = json_object(text)
+    if isinstance(whole, dict) and ("\n" in text.strip() or is_table(whole)):
         raise DataError(
             f"{path}: is one object; hwopt reads a list of objects, or one object per line. Save the rows as such a file; with "
             'pandas: to_json(orient="records", lines=True)'
         )
+
+
+def is_table(row: Mapping[str, Any]) -> bool:
+    """Whether an object holds all rows under "data", or for each column the cells by row, as pandas writes a table."""
+    cells = [value for value in row.values() if isinstance(value, dict) and "0" in value]
+    rows = row.get("data")
+    return 0 < len(cells) == len(row) or (isinstance(rows, list) and all(isinstance(each, dict | list) for each in rows))
 
 
 def json_object(text: str) -> dict[str, Any] | str:

@@ -57,20 +57,25 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
 
     A column with commas that could all separate thousands is not recognised.
     """
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    texts = [value for value in values if isinstance(value, str) and not is_missing(value)]
     if all(is_decimal(text, ".") for text in texts):
         return "."
     certain = any("," in text and not THOUSANDS.fullmatch(text.strip()) for text in texts)
     return "," if certain and all(is_decimal(text, ",") for text in texts) else None
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a cell of numbers is empty: also NaN, which pandas writes for a missing number."""
+    return value is None or value != value or (isinstance(value, str) and value.strip().lower() in ("", "nan"))
+
+
 def numbers_of(values: Iterable[Any]) -> list[float] | None:
-    """The numbers of a column, without empty cells; None if a value is not a number."""
-    given = [value for value in values if value is not None and value != ""]
+    """The numbers of a column, without missing ones; None if a value is not a number."""
+    given = [value for value in values if not is_missing(value)]
     decimal = decimal_of(given)
     if decimal is None:
         return None
     try:
-        return [number_of(value, decimal) if isinstance(value, str) else float(value) for value in given if str(value).strip()]
+        return [number_of(value, decimal) if isinstance(value, str) else float(value) for value in given]
     except (TypeError, ValueError, OverflowError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,29 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         [{"context": f"it is {n}", "answers": {"text": [f"n {n}"], "start": [5]}} for n in range(20)],
         {"text": ["context"]},
     ),
+    ("causal-lm", [{"messages": MESSAGES, "category": "ab"[n % 2], "score": n / 7} for n in range(20)], {"messages": "messages"}),
+    ("text-classification", rows_of(messages="a text {n}", label="{class}"), {"text": ["messages"], "label": "label"}),
+    (
+        "causal-lm",
+        rows_of(instruction="say {n}", context="", response="it is {n}", category="{class}"),
+        {"prompt": "instruction", "completion": "response"},
+    ),
+    (
+        "text-classification",
+        rows_of(question="what {n}?", answer="it is {n}", label="{class}"),
+        {"text": ["question", "answer"], "label": "label"},
+    ),
+    ("text-classification", [{"text": f"t {n}", "label": n % 3 if n else math.nan} for n in range(20)], TEXT_AND_LABEL),
+    (
+        "regression",
+        [*rows_of(text="some text {n}", score="0.{n}"), {"text": "t", "score": "NaN"}],
+        TEXT_AND_LABEL | {"label": "score"},
+    ),
+    (
+        "multi-label-classification",
+        rows_of(text="some text {n}", labels="['a', '{class}']"),
+        TEXT_AND_LABEL | {"label": "labels"},
+    ),
 ]
 
 
@@ -85,7 +109,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
 def test_columns_are_recognised(kind: str, rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
     found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (found.kind, found.keys, found.rows) == (kind, keys, len(rows))
-    assert found.chat == ("messages" in keys or not keys)
+    assert found.chat == (kind == "causal-lm" and ("messages" in keys or not keys))
 
 
 def test_csv_with_unnamed_columns_is_recognised(tmp_path: Path) -> None:
@@ -104,6 +128,14 @@ def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
     assert (
         "to predict them as numbers set task.kind = 'regression'" in recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
     )
+
+
+def test_empty_cells_are_not_a_class_and_columns_that_are_not_read_are_told(tmp_path: Path) -> None:
+    rows = [{"title": "two words", "text": f"a longer text {n}", "label": ["a", "b", ""][n % 3]} for n in range(20)]
+    why = recognise(write_jsonl(tmp_path / "rows.jsonl", rows)).why
+    assert why == "column 'label' has 2 values: a, b; 'title' not read: name in data.text all that the model needs"
+    rows = [{"text": f"some text {n}", "date": f"2024-01-{n + 1:02}"} for n in range(20)]
+    assert "; 'date' beside 'text' is not read: put" in recognise(write_jsonl(tmp_path / "dates.jsonl", rows)).why
 
 
 def test_given_task_overrides_the_recognised_one(tmp_path: Path) -> None:

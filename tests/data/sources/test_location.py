@@ -84,8 +84,13 @@ def test_configuration_follows_the_last_colon(tmp_path: Path, monkeypatch: pytes
     assert configured(r"C:\data\train") == (r"C:\data\train", None)
 
 
-def test_json_object_over_several_lines_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"version": "1.0", "rows": ROWS}, indent=2))
+PANDAS = {"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}}
+TABLES = [({"version": "1.0", "rows": ROWS}, 2), ({"version": "1.0", "data": ROWS}, None), (PANDAS, None)]
+
+
+@pytest.mark.parametrize(("table", "indent"), TABLES)
+def test_json_object_with_the_rows_of_a_table_is_refused(table: dict[str, Any], indent: int | None, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(table, indent=indent))
     with pytest.raises(DataError, match=r"a\.json: is one object; hwopt reads a list of objects.*to_json\(orient="):
         read_rows(str(tmp_path / "a.json"))
 

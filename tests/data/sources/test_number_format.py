@@ -15,7 +15,7 @@ from hwopt.data.sources.number_format import decimal_of, number_of
     ("values", "decimal"),
     [
         (["4,5", "3", "-0,25", "", None], ","),
-        (["4.5", "3", "1e-3"], "."),
+        (["4.5", "3", "1e-3", "NaN"], "."),
         (["12,5", "1,234"], ","),
         (["1,234", "5,678"], None),  # could be thousands
         (["4.5", "3,5"], None),
