@@ -11,8 +11,10 @@ Numerical effect: a different order of the samples, and so a different training 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -69,4 +71,24 @@ class GroupLengths(hw.Plugin):
         seen = f"standard deviation of lengths: {within:.1f} tokens in the last step, {overall:.1f} tokens in the data"
         if overall == 0 or len(samples) in (1, len(lengths)):
             return hw.Evidence.unknown(f"nothing to group: {seen}")
-        return hw.Evidence.of(within < 0.75 * overall, seen)
+        left_out = len(samples) * (run.world_size - 1)  # other ranks have the other samples of the group
+        least = 0 if run.train_loader.sampler.mixture else least_noise(np.asarray(lengths), np.array(samples), left_out)
+        return hw.Evidence.of(within < 0.75 * overall, seen, noise_percent=range(least, 101))
+
+    def expects(self) -> Mapping[str, Any]:
+        return {"noise_percent": ceil(100 * self.options.noise)}
+
+
+def least_noise(lengths: Any, samples: Any, left_out: int) -> int:
+    """The noise in percent from which on `samples` can be a group of `grouped`, but for `left_out` of its samples.
+
+    A group is whole: a sample whose length, whatever its noise, is between those of the shortest and the longest one is in it.
+    """
+    own = lengths[samples]
+
+    def missing(percent: int) -> int:
+        low, high = own.min() * (100 + percent), own.max() * (100 - percent)
+        between = [(low < each * (100 - percent)) & (each * (100 + percent) < high) for each in (lengths, own)]
+        return int(between[0].sum() - between[1].sum())
+
+    return bisect_left(range(100), True, key=lambda percent: missing(percent) <= left_out)

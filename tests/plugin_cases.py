@@ -95,6 +95,8 @@ class Cases:
     mutations_in: str = ""
     """A file of tests/integration with the mutations, in `test_evidence_of_NAME_...`, if they need several ranks."""
     parts: tuple[Part, ...] = ()
+    whole: str = ""
+    """Why there are no `parts`: the effect of the plugin has none, or other tests of the same file end it in some."""
 
 
 @cache

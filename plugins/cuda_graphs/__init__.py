@@ -156,6 +156,8 @@ class CudaGraphs(hw.Plugin):
         calls = ", ".join(f"{passes.calls[how]} {how}" for how in ("captured", "replayed", "eager", "too large"))
         seen = f"last step: {calls} micro-batch(es); {len(passes.graphs)} graph(s), "
         seen += f"{len(passes.failed)} shape(s) could not be captured"
+        if passes.calls["eager"] and (passes.refused or passes.out_of_memory > 1):
+            return hw.Evidence.inactive(f"{seen}; the eager ones cannot be captured, or memory ran out")
         if passes.calls["replayed"]:
             return hw.Evidence.active(seen)
         if 0 < passes.calls["too large"] == passes.calls.total():

@@ -53,6 +53,7 @@ def no_expandable_segments(patch):
 
 CASES = Cases(
     hardware=described("a card", (8, 6), 24.0),
+    whole="one setting of the process",
     mutations=(
         Mutation("the allocator ignores its settings", no_expandable_segments, "allocator segments are expandable", on_cuda=True),
     ),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from documentation import ROOT
-from plugin_cases import Cases, Mutation
+from plugin_cases import Cases, Mutation, Part
 from trl.data_utils import pack_dataset
 
+from hwopt.data.batches.collate import StepDataset
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.errors import PluginError
 from hwopt.hardware.device import described
@@ -121,12 +122,24 @@ def half_of_each_step(patch):
     patch.setattr(StepSampler, "__iter__", halved)
 
 
+def rows_left_out(patch, chosen):
+    """The data set leaves out the chosen rows of each step."""
+    real = StepDataset.__getitem__
+
+    def item(self, step):
+        kept = tuple(sample for number, sample in enumerate(step.samples) if not chosen(number))
+        return real(self, replace(step, samples=kept))
+
+    patch.setattr(StepDataset, "__getitem__", item)
+
+
 CASES = Cases(
     invalid=(({"train": "auto"}, "needs effective = N"), ({"effective": 8, "effective_tokens": 900}, "remove one")),
     options={"train": 4, "gradient_accumulation_steps": 2},
     mutations=(
         Mutation("steps have half of their rows", half_of_each_step, "expected rows_per_step 8", {"train": 4, "effective": 8}),
     ),
+    parts=(Part("rows left out", rows_left_out, {"train": 4, "effective": 8}),),
 )
 
 

@@ -154,6 +154,16 @@ def test_failing_compiler_falls_back_to_eager_with_a_warning():
     assert verify(plugin, run).status == "inactive"
 
 
+@pytest.mark.parametrize("eager", [(0,), (0, 2), (0, 1)])
+def test_evidence_names_layers_that_became_eager(eager):
+    run = compiled_run("block")[2]
+    for number, block in enumerate(run.inner_model.blocks):
+        block._compiled_call_impl = None if number in eager else block.forward
+    run.observation = Observation({"## Call CompiledFxGraph": 3 - len(eager)})
+    evidence = verify(Compile(Compile.Options(scope="block")), run)
+    assert (evidence.status, f"{len(eager)} repeated layer(s) stayed eager: blocks.0" in evidence.seen) == ("inactive", True)
+
+
 def never_compiled(patch):
     patch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -190,6 +200,7 @@ BLOCKS, NO_CALL = {"scope": "block", "widths": (32,)}, "0 call(s) of compiled gr
 CASES = Cases(
     invalid=(({"widths": [64, 32]}, "must be positive and ascending"),),
     options=BLOCKS,
+    whole="a test here makes some layers eager",
     writes=frozenset({"batch", "process", "prepared_steps"}),
     hardware=described("a card", (8, 6), 24.0),
     pretend=False,

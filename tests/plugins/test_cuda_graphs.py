@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import fitted
 from hwopt.plugin.price import Price, price_of
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
-from hwopt_plugins.cuda_graphs import few_rows, few_widths
+from hwopt_plugins.cuda_graphs import CudaGraphs, few_rows, few_widths
+from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
 CARD = described("a card", (8, 6), 24.0)
 
@@ -115,6 +118,23 @@ def test_adapters_make_a_token_and_a_micro_batch_cheaper(tmp_path: Path) -> None
     assert cheaper.token_seconds < price.token_seconds
 
 
+@pytest.mark.parametrize(
+    ("ran", "refused", "status"),
+    [
+        ({"replayed": 2}, {}, "active"),
+        ({"replayed": 2, "eager": 1}, {}, "active"),  # of a shape that is rarer than those with a graph
+        ({"replayed": 2, "eager": 1}, {"a shape": "it waits"}, "inactive"),
+        ({"replayed": 1, "eager": 2}, {"a shape": "it waits"}, "inactive"),
+        ({"replayed": 1, "too large": 2}, {}, "active"),
+    ],
+)
+def test_evidence_of_micro_batches_without_a_graph(ran: dict[str, int], refused: dict[str, str], status: str) -> None:
+    passes = GraphedForwardBackward.__new__(GraphedForwardBackward)  # without a CUDA device
+    vars(passes).update(calls=Counter(ran), graphs={"a": 0}, failed={}, refused=refused, out_of_memory=0, tokens=0)
+    run: Any = SimpleNamespace(forward_backward=passes, step=9)
+    assert CudaGraphs(CudaGraphs.Options()).evidence(run).status == status
+
+
 def refused_captures(patch: pytest.MonkeyPatch) -> None:
     """The driver refuses to capture anything."""
     import torch
@@ -141,6 +161,7 @@ ONE_SHAPE = {"widths": [32], "tokens": 0}
 """The two micro-batches of a step have one shape, and get a graph on any card."""
 CASES = Cases(
     options=ONE_SHAPE,
+    whole="a test here runs some micro-batches eagerly",
     writes=frozenset({"batch", "forward_backward"}),
     hardware=CARD,
     conflicts=(

@@ -95,8 +95,9 @@ def never_pinned(patch):
 
 PINNED = {"num_workers": 0, "pin_memory": True}
 CASES = Cases(
+    whole="torch ends a run in which a worker ended",
     mutations=(
         Mutation("the loader starts no workers", no_workers, "expected num_workers 1, found 0", {"num_workers": 1}),
         Mutation("memory is not pinned", never_pinned, "expected pinned True", PINNED, on_cuda=True),
-    )
+    ),
 )

@@ -28,6 +28,11 @@ def test_every_plugin_has_a_mutation_that_turns_its_evidence_inactive(name: str)
     )
 
 
+@pytest.mark.parametrize("name", Registry().names)
+def test_every_plugin_loses_its_effect_in_parts_or_says_why_not(name: str) -> None:
+    assert bool(cases(name).parts) != bool(cases(name).whole)
+
+
 # bitsandbytes prefers rows of a multiple of 64 elements; the tiny decoder has 32
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
 
@@ -74,7 +79,7 @@ def test_evidence_of_an_optimization_that_ends_after_the_first_step_is_inactive(
 
     recorder = train_tiny(plan_of(tmp_path, name, part, steps=2), tmp_path, Late())
     assert of(recorder.found, name).status == "active", "with the whole model"
-    assert of(recorder.found_at_end, name).status == "inactive"
+    assert (found := of(recorder.found_at_end, name)).status == "inactive", found.seen
     assert any(f"plugin '{name}' was active after the first step and is not any more" in text for text in recorder.warnings)
 
 

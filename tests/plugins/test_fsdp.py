@@ -117,6 +117,7 @@ def test_layers_are_gathered_one_at_a_time(config: dict[str, Any], wanted: list[
 
 
 CASES = Cases(
+    whole="tests/integration has mutations on two ranks",
     writes=frozenset({"process", "accelerator", "engine"}),
     hardware=replace(described("a card", (8, 6), 24.0), count=2),
     mutations_in="tests/integration/test_fsdp.py",

@@ -1,6 +1,7 @@
 """The fused loss equals the loss with logits in value, gradients and whole runs, and logits are never materialized."""
 
 import tomllib
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_cases import Cases, Mutation, Refused
+from plugin_cases import Cases, Mutation, Part, Refused
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM
@@ -328,6 +329,20 @@ def loss_of_whole_logits(patch):
     patch.setattr(fused, "linear_cross_entropy", plain)
 
 
+def some_whole_logits(patch, chosen):
+    """Every second micro-batch takes whole logits, or every chosen one."""
+    from hwopt_plugins.fused_loss import cross_entropy as fused
+
+    numbers, real = count(), fused.linear_cross_entropy
+
+    def loss(hidden, weight, bias, targets, **options):
+        if chosen(next(numbers) % 2):
+            return cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")
+        return real(hidden, weight, bias, targets, **options)
+
+    patch.setattr(fused, "linear_cross_entropy", loss)
+
+
 CASES = Cases(
     invalid=(({"backend": "liger", "chunks": 4}, "chunks = 4 needs backend"),),
     kind="causal-lm",
@@ -338,4 +353,5 @@ CASES = Cases(
         Refused("fsdp", "[plugins.fused_loss]\n[plugins.fsdp]", on_card=True),
     ),
     mutations=(Mutation("the loss takes whole logits", loss_of_whole_logits, "on whole logits"),),
+    parts=(Part("whole logits in some micro-batches", some_whole_logits),),
 )

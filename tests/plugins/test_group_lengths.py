@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_cases import Cases, Mutation
+from plugin_cases import Cases, Chosen, Mutation, Part
 
-from hwopt_plugins.group_lengths import grouped
+from hwopt.data.batches.collate import StepDataset
+from hwopt.data.batches.step_batch import Step, StepBatch
+from hwopt_plugins.group_lengths import grouped, least_noise
 
 
 def long_tailed(samples: int, seed: int = 0) -> np.ndarray:
@@ -25,6 +29,13 @@ def test_order_is_fixed_by_seed_and_epoch():
     assert (grouped(lengths, 3, 1, 16) != grouped(lengths, 4, 1, 16)).any()
     first, second = ({frozenset(grouped(lengths, 3, e, 16)[at : at + 16]) for at in range(0, 496, 16)} for e in (0, 1))
     assert len(first & second) < 3, "noise makes other groups in each epoch"
+
+
+@given(st.lists(st.integers(1, 60), min_size=9, max_size=60), st.integers(0, 5), st.integers(0, 100))
+def test_every_group_fits_its_noise(lengths, epoch, percent):
+    order = grouped(lengths, 0, epoch, 8, noise=percent / 100)
+    for at in range(0, len(order), 8):
+        assert least_noise(np.array(lengths), order[at : at + 8], 0) <= percent
 
 
 def test_neighbouring_steps_do_not_correlate():
@@ -53,4 +64,18 @@ def no_sorting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(np, "argsort", lambda values, **_: np.arange(len(values)))
 
 
-CASES = Cases(mutations=(Mutation("lengths are not sorted", no_sorting, "standard deviation of lengths"),))
+def samples_of_other_steps(patch: pytest.MonkeyPatch, chosen: Chosen) -> None:
+    """The chosen rows of a step have other samples than those of its group."""
+    real = StepDataset.__getitem__
+
+    def item(self: StepDataset, step: Step) -> StepBatch:
+        samples = ((sample + 17) % len(self) if chosen(number) else sample for number, sample in enumerate(step.samples))
+        return real(self, replace(step, samples=tuple(samples)))
+
+    patch.setattr(StepDataset, "__getitem__", item)
+
+
+CASES = Cases(
+    mutations=(Mutation("lengths are not sorted", no_sorting, "standard deviation of lengths"),),
+    parts=(Part("samples of other groups", samples_of_other_steps),),
+)

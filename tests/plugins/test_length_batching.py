@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_cases import Cases, Mutation
+from plugin_cases import Cases, Mutation, Part
 
 import hwopt_plugins.length_batching
-from hwopt.data.batches.collate import cut_in_order
+from hwopt.data.batches.collate import Collate, cut_in_order
 from hwopt.data.batches.step_batch import Widths
 from hwopt.plugin import verify
 from hwopt_plugins.length_batching import LengthBatching, cut_by_length, padded_tokens
@@ -146,10 +146,25 @@ def no_cut(patch):
     patch.setattr(hwopt_plugins.length_batching, "cut_by_length", cut_by_position)
 
 
+def rows_exchanged(patch, chosen):
+    """The shortest row of a chosen micro-batch and the longest one of the next change places."""
+    real = Collate.groups
+
+    def groups(self, widths):
+        found = [list(group) for group in real(self, widths)]
+        for number, (group, following) in enumerate(pairwise(found)):
+            if chosen(number):
+                group[-1], following[0] = following[0], group[-1]
+        return found
+
+    patch.setattr(Collate, "groups", groups)
+
+
 NO_OVERHEAD = {"overhead_tokens": 0}
 CASES = Cases(
     mutations=(
         Mutation("rows are cut in order", no_cut, "with rows at random", NO_OVERHEAD),
         Mutation("two rows are in other groups", swap_two_rows, "have longer rows", NO_OVERHEAD),
-    )
+    ),
+    parts=(Part("rows exchanged", rows_exchanged, {"overhead_tokens": 8}),),
 )

@@ -13,7 +13,7 @@ from cases import named
 from event_calls import calling
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_cases import Cases, Mutation, Refused
+from plugin_cases import Cases, Chosen, Mutation, Part, Refused
 from safetensors.torch import load_file
 
 import hwopt_plugins.pack.collate
@@ -212,6 +212,16 @@ def half_packed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hwopt_plugins.pack.collate, "pack_rows", packed)
 
 
+def some_alone(patch: pytest.MonkeyPatch, chosen: Chosen) -> None:
+    """The documents of the chosen rows have a row each."""
+
+    def packed(lengths: Sequence[int], width: int) -> list[list[int]]:
+        rows = enumerate(pack_rows(lengths, width))
+        return [part for number, row in rows for part in ([[at] for at in row] if chosen(number) else [row])]
+
+    patch.setattr(hwopt_plugins.pack.collate, "pack_rows", packed)
+
+
 def test_evidence_of_documents_that_leak_after_the_first_step_is_inactive(tmp_path: Path) -> None:
     class Leaks(Recorder):
         def on_evidence(self, run: Any, found: list[Any]) -> None:
@@ -236,4 +246,5 @@ CASES = Cases(
         Mutation("each document has a row", one_document_per_row, "0 of them with several documents"),
         Mutation("half of the documents have a row each", half_packed, "tokens are enough"),
     ),
+    parts=(Part("documents alone in a row", some_alone),),
 )

@@ -75,5 +75,6 @@ def no_tf32(patch):
 
 CASES = Cases(
     hardware=described("a card", (8, 6), 24.0),
+    whole="settings of the process, which another test here changes one by one",
     mutations=(Mutation("torch ignores the request", no_tf32, "allow_tf32 off", on_cuda=True),),
 )

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from hwopt import api
 from hwopt.errors import NonFiniteError
 from hwopt.memory.forecast.planner import plan_memory
+from hwopt.plugin import verify
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.written import ONE_CARD
 from hwopt.report.memory import describe_host
 from hwopt.testing import (
     TINY_LLAMA,
+    Recorder,
     plan_for,
     relative_error,
     rewound,
@@ -54,6 +56,22 @@ def test_one_device_trains_the_same_model(stage: int, offload: str, plain: Any, 
     assert recorder.losses == pytest.approx(without.losses, rel=1e-5)
     assert {entry.name: evidence.status for entry, evidence in recorder.found}["zero"] == "active"
     assert all(evidence.status == "active" for _, evidence in recorder.found), recorder.found
+
+
+def test_evidence_names_weights_that_stage_3_keeps_whole(tmp_path: Path) -> None:
+    found = []
+
+    class Whole(Recorder):
+        def on_evidence(self, run: Any, evidence: list[Any]) -> None:
+            weight = run.inner_model.get_input_embeddings().weight
+            shard = weight.ds_tensor
+            del weight.ds_tensor
+            found.extend(verify(entry.plugin, run) for entry, _ in evidence if entry.name == "zero")
+            weight.ds_tensor = shard
+
+    job = tiny_job(tmp_path / "data", "causal-lm", max_steps=1)
+    train_tiny(plan_for(tiny_profile(zero={"stage": 3, "offload": "none"}), job), tmp_path, Whole())
+    assert (found[0].status, "; 1 weights are not partitioned: model.embed_tokens.weight" in found[0].seen) == ("inactive", True)
 
 
 def test_half_weights_keep_fp32_masters(tmp_path: Path) -> None:
@@ -190,6 +208,7 @@ CASES = Cases(
         ({"stage": 0, "offload": "optimizer"}, "cannot be used with stage"),
     ),
     options=TWO,
+    whole="a test here keeps some weights whole",
     writes=frozenset({"process", "accelerator", "engine"}),
     conflicts=(Refused("fsdp", "[plugins.zero]\nstage = 2\n[plugins.fsdp]", on_card=True),),
     mutations=(
