@@ -23,7 +23,8 @@ def show_memory(console: Console, plan: Plan) -> None:
     memory = plan.memory
     assert memory is not None, "planned with memory"
     console.print()
-    rows = ((PARTS.get(name, name.replace("_", " ")), gib(size)) for name, size in memory.parts.items())
+    parts = {name: shown for name, size in memory.parts.items() if (shown := gib(size)) != gib(0.0)}  # no gradients in forward
+    rows = ((PARTS.get(name, name.replace("_", " ")), shown) for name, shown in parts.items())
     console.print(table(("memory", "at the peak"), rows, folded=0))
     if memory.unpacked_gib:
         names = ", ".join(f"{name} {gib(size)}" for name, size in memory.unpacked_gib.items())
@@ -102,9 +103,8 @@ def describe_host(memory: MemoryPlan) -> str:
 def describe_largest(memory: MemoryPlan) -> str:
     """The largest micro-batch, evaluation batch and max_length that fit, each beside the others as planned."""
     train, evaluation, length = memory.largest_train, memory.largest_eval, memory.largest_max_length
-    if not train and not evaluation:
-        return "no micro-batch of this width" if evaluation is None else "no micro-batch and no evaluation batch of this width"
-    parts = [f"micro-batch {train:,}" if train else "no micro-batch beside the planned evaluation batch"]
+    alone = "of this width" if evaluation is None else "beside the planned evaluation batch"
+    parts = [f"micro-batch {train:,}" if train else f"no micro-batch {alone}"]
     if evaluation is not None:
         parts.append(f"evaluation batch {evaluation:,}" if evaluation else "no evaluation batch beside the planned micro-batch")
     if length:

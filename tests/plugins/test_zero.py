@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def test_auto_chooses_the_cheapest_that_fits_with_the_reason(tmp_path: Path) -> 
     assert "the option before needs" not in chosen[4.0][1]
     assert "the option before needs 1." in chosen[1.5][1]
     assert "on one device nothing is sharded" in chosen[1.5][1]
+    assert re.match(r"no option fits, the last one is used: .* of 0\.\d+ GiB", chosen[0.6][1])
 
 
 def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hwopt.memory.forecast.communication import Ranks, Volume
 from hwopt.memory.forecast.sharding import Comparison, SchemeMemory
 from hwopt.planning.memory_plan import Change, MemoryPlan, Prediction
 from hwopt.report.comparison import show_plans
-from hwopt.report.memory import show_change, show_largest, show_memory, show_parallel
+from hwopt.report.memory import describe_largest, show_change, show_largest, show_memory, show_parallel
 from hwopt.report.sheet import Sheet, seconds_text
 from hwopt.report.terminal import Terminal, show_sheet
 
@@ -95,6 +95,25 @@ def printed(table: Callable[[Terminal], None], width: int | None = None) -> str:
     options: Any = {} if width is None else {"force_terminal": True, "width": width, "color_system": "standard"}
     table(Terminal(file=output, **options))
     return re.sub(r" +$", "", re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "text"),
+    [
+        (0, None, "no micro-batch of this width"),
+        (0, 0, "no micro-batch beside the planned evaluation batch, no evaluation batch beside the planned micro-batch"),
+        (4, 0, "micro-batch 4, no evaluation batch beside the planned micro-batch"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_with_what_they_are_beside(train: int, evaluation: int | None, text: str) -> None:
+    assert describe_largest(replace(MEMORY, largest_train=train, largest_eval=evaluation, largest_max_length=None)) == text
+
+
+def test_memory_has_no_line_for_a_part_without_a_byte() -> None:
+    none = replace(MEMORY, parts={**MEMORY.parts, "gradients": 0.0})
+    shown = printed(lambda console: show_memory(console, plan("rtx3070_8gb", CARD, none)))
+    assert "gradients" not in shown
+    assert "optimizer state" in shown
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -260,6 +260,8 @@ def first_fitting_choice(
         if memory.fits or (yields and memory.fits_without_pool):
             break
         rejected = f"; the option before needs {needed:.2f} GiB"
+    else:
+        reason = f"no option fits, the last one is used{reason.removeprefix(entry.reason)}"
     return plan, reason
 
 
