@@ -71,7 +71,7 @@ class GroupLengths(hw.Plugin):
         seen = f"standard deviation of lengths: {within:.1f} tokens in the last step, {overall:.1f} tokens in the data"
         if overall == 0 or len(samples) in (1, len(lengths)):
             return hw.Evidence.unknown(f"nothing to group: {seen}")
-        left_out = len(samples) * (run.world_size - 1)  # other ranks have the other samples of the group
+        left_out = (len(samples) + 1) * (run.world_size - 1)  # other ranks have the other samples of the group
         least = 0 if run.train_loader.sampler.mixture else least_noise(np.asarray(lengths), np.array(samples), left_out)
         return hw.Evidence.of(within < 0.75 * overall, seen, noise_percent=range(least, 101))
 

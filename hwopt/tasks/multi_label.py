@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of, unread_texts
+from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of, type_of, unread_texts
 from hwopt.data.sources.number_format import numbers_of
-from hwopt.data.sources.rows import Rows, class_names
+from hwopt.data.sources.rows import Rows, class_names, holds_text
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
@@ -138,8 +138,8 @@ def repeats(table: pa.Table, name: str) -> bool:
 
 def holds_written_lists(table: pa.Table, name: str) -> bool:
     """Whether all texts of a column are lists in JSON or Python: "['a', 'b']"."""
-    cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if value]
-    return bool(cells) and all(str(cell).strip().startswith("[") and isinstance(parts_of(cell, ","), list) for cell in cells)
+    cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if value] if holds_text(type_of(table, name)) else []
+    return bool(cells) and all(cell.strip().startswith("[") and isinstance(parts_of(cell, ","), list) for cell in cells)
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:

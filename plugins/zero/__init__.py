@@ -240,15 +240,15 @@ class Zero(hw.Plugin):
         optimizer, (local, total) = run.model.optimizer, run.engine.sizes()  # type: ignore[attr-defined]
         stage = stage_of(optimizer)
         devices = sorted({tensor.device.type for tensor in run.engine.parameters})
-        whole = [name for name, p in run.inner_model.named_parameters() if not hasattr(p, "ds_tensor")]
+        whole = [name for name, p in run.inner_model.named_parameters() if stage == 3 and not hasattr(p, "ds_tensor")]
         seen = (
             f"{type(optimizer).__name__} of DeepSpeed, stage {stage}; this rank updates {local:,} of {total:,} trained elements "
             f"on {'/'.join(devices)}"
         )
-        seen += f"; {len(whole)} weights are not partitioned: {hw.first_names(whole)}" if stage == 3 and whole else ""
+        seen += f"; {len(whole)} weights are not partitioned: {hw.first_names(whole)}" if whole else ""
         shares = local <= total / run.world_size + 1024 * run.world_size  # partitions are padded
         found = {"stage": stage, "optimizer_on": "/".join(devices)}
-        return hw.Evidence.of(shares and not (stage == 3 and whole), seen, **found)
+        return hw.Evidence.of(shares and not whole, seen, **found)
 
     def expects(self) -> Mapping[str, Any]:
         if self.options.stage == 0:

@@ -79,6 +79,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         [{"context": f"it is {n}", "answers": {"text": [f"n {n}"], "start": [5]}} for n in range(20)],
         {"text": ["context"]},
     ),
+    ("causal-lm", [{"text": f"t {n}", "labels": [0.1, n / 7]} for n in range(20)], {"text": ["text"]}),
     ("causal-lm", [{"messages": MESSAGES, "category": "ab"[n % 2], "score": n / 7} for n in range(20)], {"messages": "messages"}),
     ("text-classification", rows_of(messages="a text {n}", label="{class}"), {"text": ["messages"], "label": "label"}),
     (
