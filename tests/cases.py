@@ -1,7 +1,5 @@
 """Parameter lists with a short form, which runs by default, and a long form for `tox -e soak`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

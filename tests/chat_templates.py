@@ -1,7 +1,5 @@
 """The chat templates that TRL ships, and tokenizers for them."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from pathlib import Path

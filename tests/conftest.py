@@ -1,7 +1,5 @@
 """Fixtures of all tests: a fixed environment, a cache of the session, restored signal handlers, hypothesis profiles."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

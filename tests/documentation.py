@@ -9,8 +9,6 @@
 | `text`: output, a listing | text | nothing |
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A folder in which the documented commands run: a tiny job, model and profile under the names that the documents use."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -1,7 +1,5 @@
 """Events that call functions, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Register the plugins of examples/plugins as third-party entry points."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Install a package for a test: modules, and the metadata of a distribution that registers tasks or plugins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

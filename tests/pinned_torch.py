@@ -1,7 +1,5 @@
 """Figures of documents and profiles hold for one version of torch: what its kernels allocate differs between versions."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the common tests know of a plugin: the constant CASES of its own test file, tests/plugins/test_NAME.py."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Loads programs of the folder benchmarks as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import cache

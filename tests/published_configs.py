@@ -1,7 +1,5 @@
 """The config.json files of published models, as on the hub, with the number of parameters of their weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

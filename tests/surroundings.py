@@ -5,8 +5,6 @@ terminals and launchers export variables that change what hwopt prints and how i
 handle it, and the session needs `nohup` to survive its terminal.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Rows with labels for each task that labels samples or tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

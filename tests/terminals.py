@@ -1,7 +1,5 @@
 """A command on a pseudo-terminal, and the screen that a terminal emulator (pyte) makes of what it prints."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """`api.plan` and `api.train`: what `hwopt plan` and `hwopt run` do, in one call."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

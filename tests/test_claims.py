@@ -1,7 +1,5 @@
 """The figures of benchmarks/claims: their profiles and notes exist, and docs/claims.md has a row for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The core names no plugin: each plugin declares its own aliases, advice and launcher settings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """No test asks the machine on which it runs: detection answers a described CPU, and the questions themselves fail."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

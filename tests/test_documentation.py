@@ -4,8 +4,6 @@ The fast tests check that every command has options that exist. As integration t
 folder with a tiny job; those that start launchers run as soak tests. Of other programs only pip is checked: its extras exist.
 """
 
-from __future__ import annotations
-
 import configparser
 import importlib.metadata
 import io

@@ -1,7 +1,5 @@
 """The exit code of a process after an error."""
 
-from __future__ import annotations
-
 from hwopt.errors import DataError, exit_code_of, worker_death
 
 

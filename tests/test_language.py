@@ -1,7 +1,5 @@
 """Words that the project does not use, in code, messages and documents."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line, called in this process; tests/integration/test_cli.py starts processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

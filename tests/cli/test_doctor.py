@@ -1,7 +1,5 @@
 """`hwopt doctor`: its output and exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`hwopt init`: from a data file to a job that can be planned."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hwopt plan --sample 1`: a training sample as the model sees it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hwopt report`, `compare` and `watch`: their output, and bad input."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cards of the shipped profiles: their variants, and the formulas beside their peaks."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every key of a job has a row in docs/jobs.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

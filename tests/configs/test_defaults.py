@@ -1,7 +1,5 @@
 """What another tool does where its file says nothing is written into the imported job and profile."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/configs/test_published_files.py` rewrites the files; read the difference before you commit.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scripts as entries: what is read from the syntax tree, and what only a run of the script knows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configurations of other tools in one vocabulary: what is recognised, and what each key means."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

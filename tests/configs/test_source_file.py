@@ -1,7 +1,5 @@
 """Configuration files as entries with lines and comments."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

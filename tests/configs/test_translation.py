@@ -1,7 +1,5 @@
 """Settings of other tools as a profile and a job: what is taken over, changed, left out, or without equivalent."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

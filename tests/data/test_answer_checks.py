@@ -1,7 +1,5 @@
 """Parts of conversations that a chat template leaves out are named, with their number and their first row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bad rows: each is counted once, by its line in the file, and the others are trained on unchanged."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/data/test_chat_templates.py` rewrites the list.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Mixtures: each epoch draws from each source in proportion to its weight, as a function of seed and epoch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Data parallelism: reduction of absent gradients, and buckets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

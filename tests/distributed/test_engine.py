@@ -1,7 +1,5 @@
 """The engine on one device: gradients, clipping, skipped updates, and its state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Out of memory: no sample is lost or repeated, and only the split into micro-batches changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

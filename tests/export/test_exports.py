@@ -1,7 +1,5 @@
 """Exported files work with Accelerate's launcher, on real ranks, and with transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

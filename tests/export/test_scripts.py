@@ -1,7 +1,5 @@
 """Plans as Python for others: arguments of the Trainer and TRL, and a script whose losses equal those of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@
 - `pytest.mark.device("pretend")`: a pretend card: counters of its driver.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

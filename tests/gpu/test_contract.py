@@ -1,7 +1,5 @@
 """Plugins that apply on CUDA only: elsewhere the contract test checks just their decision, recipe and memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

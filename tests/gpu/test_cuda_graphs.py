@@ -1,7 +1,5 @@
 """CUDA graphs: equal bits with and without, launches and waits, out of memory, and what cannot be captured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run finds free on the card does not depend on what the process did before."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

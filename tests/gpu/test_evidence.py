@@ -1,7 +1,5 @@
 """Evidence on a CUDA device: the kernels that the driver launched, and mutations of torch that only CUDA shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two GPUs against one that holds the whole model: FSDP, ZeRO and data parallel."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

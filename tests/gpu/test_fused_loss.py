@@ -1,7 +1,5 @@
 """The fused loss on a card: plain torch and liger's kernels against the loss with logits."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs of the micro-batches of a Trainer: the same bits, few launches, out of memory, and passes that stay eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

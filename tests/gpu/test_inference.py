@@ -1,7 +1,5 @@
 """Prediction and evaluation on a CUDA device: device, precision, and a batch that does not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What lets large models fit: its forecast against CUDA's allocator, its evidence, and that it adds no waits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The counters are exact. Without length-aware micro-batches, whose number depends on the card, both loops do the same work.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicted memory against CUDA's allocator, on the card that is there. Valid on any CUDA device: only sizes count."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

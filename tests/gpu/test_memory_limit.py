@@ -1,7 +1,5 @@
 """`--memory-limit` on any CUDA device: a run trains below the limit, and the limit ends with the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How often the optimizers of bitsandbytes make the host wait for a CUDA device, and that the update stays theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

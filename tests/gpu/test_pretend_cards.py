@@ -1,7 +1,5 @@
 """What the other tests rely on: pretend cards count, limit memory and fail as real ones do."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Profiles end to end on a CUDA device, its memory limited to their card's size."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

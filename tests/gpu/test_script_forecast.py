@@ -1,7 +1,5 @@
 """`hwopt.optimized` on a GPU predicts its memory before the first step: in the plan, plan.json and the report."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 The script trains a reward model: SFTTrainer computes its loss with Triton kernels, whose values a pretend card does not compute.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Counted launches and waits of a Trainer's step, with `hwopt.optimized` and without: the table of docs/your-script.md."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No host sync of our own between two log points, and none at all with fused AdamW (G4)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

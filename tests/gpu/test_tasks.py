@@ -1,7 +1,5 @@
 """The tasks on CUDA: those that label samples or tokens do not wait for the device; an encoder-decoder in half precision."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How well a run uses a CUDA device: what is measured, and verdicts whose cause the driver of a pretend card makes."""
 
-from __future__ import annotations
-
 import itertools
 import platform
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Each check of `hwopt doctor`, with its cause made."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """What a CPU is measured to do decides bf16 and the price of a micro-batch, and is measured once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

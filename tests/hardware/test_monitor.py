@@ -1,7 +1,5 @@
 """Means of NVML's readings and of CPU time, and what a driver that reports less leaves out."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What `hwopt doctor --report` says of the machine in a bug report."""
 
-from __future__ import annotations
-
 import io
 import platform
 from dataclasses import replace

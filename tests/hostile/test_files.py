@@ -1,7 +1,5 @@
 """Names, model folders, data and caches from an untrusted source: hwopt runs no code in them and writes only to its folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

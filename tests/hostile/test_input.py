@@ -4,8 +4,6 @@ Most cases run the command line in this process. `export` resolves a job and a p
 command that checks all input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plugins that break their contract end the run with exit code 3; the message names plugin and distribution."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

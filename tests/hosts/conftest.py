@@ -1,7 +1,5 @@
 """Each test of a host is a script: its Accelerator is gone before and after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Training scripts as their users write them, in functions: a tiny model, random rows, the losses and norms of each step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's own LoRA model in the hosts: equal bits without PEFT's casts, the flags afterwards, and its price."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

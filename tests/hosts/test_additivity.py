@@ -1,7 +1,5 @@
 """The closed list: every loss on it adds up from micro-batches, with the law that it says, in double precision."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`hwopt.apply`: single plugins on a model, in a loop that knows nothing of them, until `undo()`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

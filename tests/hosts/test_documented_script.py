@@ -1,7 +1,5 @@
 """docs/your-script.md: its script runs, and its table of plugins is what the code says."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

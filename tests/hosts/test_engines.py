@@ -1,7 +1,5 @@
 """DeepSpeed and FSDP in the arguments: their engine trains as in the unmodified script, and the plan leaves it what it owns."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

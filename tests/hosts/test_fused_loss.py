@@ -1,7 +1,5 @@
 """A loss without whole logits in the training steps of a Trainer: losses, norms, evaluation, and where it is left out."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`hwopt.session` in a bare loop and `hwopt.Accelerator`: the losses and norms of the script without them."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

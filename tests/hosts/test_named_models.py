@@ -1,7 +1,5 @@
 """An adapter and quantized weights of the plan, where TRL's trainer loads the model by its name."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts that TRL installs: two changed lines train the same, and the unmodified script resumes the checkpoint."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import runpy

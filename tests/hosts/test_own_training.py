@@ -1,7 +1,5 @@
 """`hwopt.train(profile, model=module, …)`: the steps of a bare loop, retry and resume with equal bits, and refused losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

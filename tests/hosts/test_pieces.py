@@ -1,7 +1,5 @@
 """Single parts for a script: arguments, keywords of from_pretrained, an optimizer, a forecast, evidence without a profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

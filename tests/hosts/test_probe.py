@@ -1,7 +1,5 @@
 """What a few rows tell of a loss: wrong words are found, also with equal lengths, a zero head, or labels that are shifted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hwopt.optimized` trains what the unmodified script trains: losses, norms, checkpoints; and says what is on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a Trainer's memory forecast reads, and what it leaves as it is. The card is described; tests/gpu have a pretend one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

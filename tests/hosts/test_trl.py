@@ -1,7 +1,5 @@
 """`hwopt.optimized` of TRL's trainers: losses, norms, adapters, what they log, and whose step is split."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

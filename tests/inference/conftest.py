@@ -1,7 +1,5 @@
 """Three finished runs, trained once: a classifier in bf16, and language models on prompts and on conversations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

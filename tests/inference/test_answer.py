@@ -1,7 +1,5 @@
 """hwopt predict without a file: answers in the terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """hwopt evaluate: the metrics of a run's model on a file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

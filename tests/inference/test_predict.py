@@ -1,7 +1,5 @@
 """hwopt predict: any rows in, the same rows with predictions out."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """hwopt predict and evaluate on conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

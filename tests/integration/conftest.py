@@ -1,7 +1,5 @@
 """The session fixture that prepares the test process for forks."""
 
-from __future__ import annotations
-
 import pytest
 
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny

@@ -1,7 +1,5 @@
 """Ranks as forks of the test process: a fork has all modules imported and starts in milliseconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A folder with a tiny job for several ranks. The ranks are forks of the test process (forks.py)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that tests disturb: forks of the test process, which are resumed and compared with an undisturbed run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

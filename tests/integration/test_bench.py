@@ -1,7 +1,5 @@
 """`hwopt bench` with real trials: plugins that work, crash and run out of memory; a signal; and the end of the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line in separate processes: a run, signals, closed pipes, a full disk."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The code of docs/plugins.md as an installed package: on one rank, resumed, and on two ranks."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

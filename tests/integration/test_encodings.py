@@ -1,7 +1,5 @@
 """hwopt under locales with few characters."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evidence of an optimization that is on in all ranks but one: rank 0 writes that it is inactive there."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

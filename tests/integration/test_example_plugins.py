@@ -1,7 +1,5 @@
 """The plugins of examples/plugins on two ranks: the same weights as on one rank, also after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

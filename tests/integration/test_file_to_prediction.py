@@ -1,7 +1,5 @@
 """From a file to predictions, as a user with the command line: init, run, evaluate, predict."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

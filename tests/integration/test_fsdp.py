@@ -1,7 +1,5 @@
 """FSDP on two and three real ranks. Accelerate's check for a CUDA device is patched, so that it shards on CPUs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hwopt.optimized` on two ranks trains what the unmodified script trains on two ranks."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Imports take most of the time, so independent launches run at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Metrics over ranks with different numbers of samples equal those of one rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The notebooks of examples/ run in a Jupyter kernel, except for the cell that installs hwopt. Every command exits with 0."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The planned figures in the comments of the profiles are those that the planner gives today."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

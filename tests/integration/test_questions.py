@@ -1,7 +1,5 @@
 """docs/questions.md: its commands print what the page shows. `python benchmarks/questions.py` rewrites the page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

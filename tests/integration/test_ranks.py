@@ -1,7 +1,5 @@
 """Real ranks over gloo, with DDP and with ZeRO: the results of one rank. tests/integration/test_fsdp.py has FSDP."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

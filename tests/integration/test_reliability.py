@@ -5,8 +5,6 @@ of an undisturbed run. The short forms run by default, the full ones as `soak`; 
 docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

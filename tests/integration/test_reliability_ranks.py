@@ -5,8 +5,6 @@ Resumed runs and reference runs are forks of the test process. The short forms r
 keeps the measurements for docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

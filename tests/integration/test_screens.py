@@ -4,8 +4,6 @@ Measured figures and versions are replaced by #. The machine is described, so th
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/integration/test_screens.py` rewrites the files; read the difference before you commit.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What comes before torch, transformers or numpy is imported, which takes seconds: listings, the first output, bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

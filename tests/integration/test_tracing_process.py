@@ -1,7 +1,5 @@
 """The process that traces: what it works after, and that it ends with the process that started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

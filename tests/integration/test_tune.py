@@ -1,7 +1,5 @@
 """`hwopt tune` of a tiny job with real trials, each in a process of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`hwopt report --watch` in a process of its own, beside the process that trains."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

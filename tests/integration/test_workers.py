@@ -1,7 +1,5 @@
 """Data-loading workers with every start method: the weights have the same bits as without."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Free memory is used for options that fit and that the forecast says are faster, and for no others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The counted cost of a forward pass, against what is known of the architectures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which families of transformers keep packed documents apart, and a planted leak that is found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

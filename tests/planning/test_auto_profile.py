@@ -1,7 +1,5 @@
 """`--profile auto`: which profile a card gets, and with which sizes and peaks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Decisions on plugins: options that `apply` carries, choices, replaced plugins, and help when memory runs out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Input is checked before a heavy package is imported."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

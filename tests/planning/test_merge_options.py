@@ -1,7 +1,5 @@
 """Options of a plugin that are kept together when a profile is extended, or changed with --set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a plan is asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/planning/test_resolve.py` rewrites the golden plans; read the difference before you commit.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

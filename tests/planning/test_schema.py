@@ -1,7 +1,5 @@
 """The JSON Schemas for editors: they accept what hwopt accepts, and mark what it refuses."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

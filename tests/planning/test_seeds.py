@@ -1,7 +1,5 @@
 """The seed profiles end to end on a small scale: the effect of each must be visible in a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hwopt.config.profile import load_profile

@@ -1,7 +1,5 @@
 """BatchSizes: rows of an evaluation batch are asked for in one way."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

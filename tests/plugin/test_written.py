@@ -1,7 +1,5 @@
 """The recipe fields that plugins write are found by calling apply, without declarations."""
 
-from __future__ import annotations
-
 import pytest
 from event_calls import calling
 from pydantic import Field

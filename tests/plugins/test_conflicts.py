@@ -1,7 +1,5 @@
 """Plugins that exclude or need each other are refused at plan time, with both lines of the profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

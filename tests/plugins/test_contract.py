@@ -3,8 +3,6 @@
 A plugin that this machine cannot run is checked for described hardware instead: its decision, recipe and memory.
 """
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import platform

@@ -1,7 +1,5 @@
 """What the plugin decides and refuses. tests/gpu/test_cuda_graphs.py trains with graphs on a CUDA device."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

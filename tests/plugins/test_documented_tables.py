@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/plugins/test_documented_tables.py` rewrites them; read the difference before you commit.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

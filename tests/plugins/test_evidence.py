@@ -1,7 +1,5 @@
 """Rules for the evidence of every installed plugin: what it may read, and that a mutation of a library turns it inactive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

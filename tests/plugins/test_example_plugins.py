@@ -1,7 +1,5 @@
 """The plugins of examples/plugins, on one rank and through a resume."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

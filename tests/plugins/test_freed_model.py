@@ -1,7 +1,5 @@
 """After a run nothing holds its model: in a notebook the next run has the whole device."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

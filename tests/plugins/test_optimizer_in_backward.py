@@ -1,7 +1,5 @@
 """Equal bits to the usual update, few gradients at a time, non-finite gradients, and what the plugin refuses."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed rows give the logits, the loss and the gradients of rows with one document each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ python tests/pretend_cuda t4,t4 python script.py               # two cards
 python tests/pretend_cuda "My GPU:8.6:8192" python script.py   # NAME:COMPUTE CAPABILITY:MIB[:MULTIPROCESSORS]
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

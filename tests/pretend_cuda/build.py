@@ -7,8 +7,6 @@ bitsandbytes' libraries which functions of NVIDIA's libraries they call, compile
 other one a function that returns success. Needs g++ and nm. PRETEND_CUDA_HOME: another folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

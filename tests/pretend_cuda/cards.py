@@ -1,7 +1,5 @@
 """The pretend cards of the tests and benchmarks: those of the shipped profiles, as their tables [card] describe them."""
 
-from __future__ import annotations
-
 from hwopt.config.profile import load_profile
 from hwopt.config.profile_files import profile_files
 

@@ -7,8 +7,6 @@ Works only in a process that runs on a pretend card:
     counts["wait.stream"], counts.kernels, counts.stacks
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """What each shipped profile trains on its pretend card."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

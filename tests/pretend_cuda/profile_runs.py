@@ -5,8 +5,6 @@
 All loops train the same model with the same optimizer, precision, accumulation and clipping.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Create models without initializing their large weights: fast, and without host memory. Pretend cards compute none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

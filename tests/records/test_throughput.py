@@ -1,7 +1,5 @@
 """The windows of a run, and the ratio of two speeds with its noise."""
 
-from __future__ import annotations
-
 import random
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """Run folders for tests of reports: the files that a run writes, with figures of choice."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

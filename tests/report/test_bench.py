@@ -1,7 +1,5 @@
 """The table of a bench on the terminal and as a page."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How a real browser draws the HTML report, and what a keyboard and a screen reader find in it."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Charts: axes, the path of a line, gaps, and series that are too long to draw whole."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import get_args

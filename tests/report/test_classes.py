@@ -1,7 +1,5 @@
 """The tables of a classifier's results."""
 
-from __future__ import annotations
-
 from io import StringIO
 
 from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet, show_classes

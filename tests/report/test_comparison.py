@@ -1,7 +1,5 @@
 """Runs side by side: their figures, what differs, and whether they are ones of the same job."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The HTML report: what it says of a run."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 from pathlib import Path

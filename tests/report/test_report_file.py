@@ -1,7 +1,5 @@
 """`report.html` of a run: written however the run ends; a report that cannot be written never fails the run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run prints: one live line on a terminal, evidence that is not active, the summary, and run.log."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from io import StringIO

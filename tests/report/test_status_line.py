@@ -1,7 +1,5 @@
 """StatusLine: on a terminal one line that is replaced and removed, elsewhere lines of `announce` only."""
 
-from __future__ import annotations
-
 import io
 import sys
 

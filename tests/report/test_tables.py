@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/report/test_tables.py` rewrites the files; read the difference before you commit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

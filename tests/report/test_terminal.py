@@ -1,7 +1,5 @@
 """The output of `hwopt plan`: the plan, and with --values every value and its place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trackers: TensorBoard through Accelerate, a listener of another package, and names that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module, metadata

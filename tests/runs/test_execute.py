@@ -1,7 +1,5 @@
 """However a run ends, its folder holds the exit code and the message, and its lock is gone."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Run folders: their names, their lock, and the folder in which a run resumes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

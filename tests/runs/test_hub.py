@@ -1,7 +1,5 @@
 """training.push_to_hub: final/ is uploaded at the end; a failure keeps the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

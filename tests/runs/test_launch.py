@@ -1,7 +1,5 @@
 """Decisions of the launcher behind `--processes`, without processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which rank's error ends a launch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

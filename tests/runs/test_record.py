@@ -1,7 +1,5 @@
 """What is read from a run folder: finished runs, killed ones, and folders that are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """A resumed run uses the newest valid checkpoint and the same samples, and ends with the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Following a run of another process: until it ends, while it prepares, and after it was killed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is written of a model, also of one that is not from transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which checkpoints are kept, and the buffers in them. Runs of `tests/runs` and `tests/integration` save and resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """final/README.md: a card for the hub that says how the model was made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

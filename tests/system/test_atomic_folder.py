@@ -1,7 +1,5 @@
 """Corrupt folders are found, a failed write says what to do. `integration/test_reliability.py` fails each operation of a save."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The time limit of a request to a fork server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Garbage is collected rarely while a command starts, and as usual while a run trains."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Signals: the first one, its exception, and the handlers after the block."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

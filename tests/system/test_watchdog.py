@@ -1,7 +1,5 @@
 """The watchdog ends a process that makes no progress."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

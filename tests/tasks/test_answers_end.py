@@ -1,7 +1,5 @@
 """A model that has learned an answer by heart stops where the answer ends, with each chat template that TRL ships."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The tokens of a chat template that the tokenizer lacks, and the token that ends an answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

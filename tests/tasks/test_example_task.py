@@ -1,7 +1,5 @@
 """The task of examples/tasks, installed through its entry point: from a file to predictions."""
 
-from __future__ import annotations
-
 import json
 import random
 import tomllib

@@ -1,7 +1,5 @@
 """From a data file to predictions, with what `hwopt init` proposes: a regression CSV, a multi-label JSONL and a CoNLL file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Image classification, from a folder or a table of images to predictions."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Tasks that label samples or tokens: how a step is split, padded or packed does not change the training; decoders; plugins."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Metrics of each task: batches, tokens without a label, values that are not defined."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

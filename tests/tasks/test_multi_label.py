@@ -1,7 +1,5 @@
 """Preparation and loss of multi-label classification."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The job that is proposed for some data and a machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks are found through entry points, those of other packages too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Preparation and loss of regression."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts: their load-balancing loss is trained as transformers adds it, where a step is one micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

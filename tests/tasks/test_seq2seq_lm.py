@@ -1,7 +1,5 @@
 """Sequence-to-sequence, from prompts and completions to predictions, with T5 and BART."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

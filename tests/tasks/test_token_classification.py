@@ -1,7 +1,5 @@
 """Preparation, loss and prediction of token classification."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs in float64, so that rounding does not hide a wrong weight."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks with different plans are refused."""
 
-from __future__ import annotations
-
 from hwopt.training.build import difference
 
 T4 = ("Tesla T4 (14.56 GiB)", {"precision": {"dtype": "fp16"}, "sdpa": {"prefer": ["efficient"]}})

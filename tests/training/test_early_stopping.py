@@ -1,7 +1,5 @@
 """Early stopping: decides as transformers does, and stops at the same step after a resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

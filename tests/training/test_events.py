@@ -1,7 +1,5 @@
 """Events: when each one fires, and what it receives."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

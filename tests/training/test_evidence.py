@@ -1,7 +1,5 @@
 """What the profiler records of a step: operators, and the dtypes of the products that ran."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any split of a step batch, on any number of ranks, gives the same gradients (docs/exactness.md)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

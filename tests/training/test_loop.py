@@ -1,7 +1,5 @@
 """The training loop: kernels and host syncs per step, evaluation, best weights, non-finite gradients."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses and gradients that are not finite: every engine skips the update, and the log shows it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

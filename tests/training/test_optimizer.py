@@ -1,7 +1,5 @@
 """Parameter groups, and the names under which optimizer state is saved."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

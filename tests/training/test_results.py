@@ -1,7 +1,5 @@
 """What a classification run writes at its end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples of a language model after each evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Class weights and label smoothing: the loss of torch over the whole step batch, however the step batch is split."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

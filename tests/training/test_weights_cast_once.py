@@ -1,7 +1,5 @@
 """Autocast's copies of weights in a step of several micro-batches: one for each weight, with equal gradients."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

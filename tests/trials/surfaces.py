@@ -6,8 +6,6 @@ forecast that the search sees is a plain roofline, without all of that. Its memo
 surface far too small, and every eighth surface has no forecast.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

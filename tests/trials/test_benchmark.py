@@ -1,7 +1,5 @@
 """Benchmark: which trials it runs in which order, when it stops, and the rows of its table. No process is started."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

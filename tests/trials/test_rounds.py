@@ -1,7 +1,5 @@
 """The rounds of a bench: the order, when a variant is clear, and whether losses agree."""
 
-from __future__ import annotations
-
 import math
 import random
 

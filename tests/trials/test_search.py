@@ -1,7 +1,5 @@
 """The search of `hwopt tune` on simulated cost surfaces, and its rules one by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from statistics import median

@@ -1,7 +1,5 @@
 """The settings that `hwopt tune` tries: what plugins offer, and which plans keep the training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trial: its outcome, from how the process ended and what it wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The profile that `hwopt tune` writes: it loads, extends its parent, and `hwopt check` finds nothing new in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

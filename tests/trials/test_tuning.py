@@ -1,7 +1,5 @@
 """`hwopt tune` with described outcomes in place of trials: its screen, its file, its messages and exit codes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

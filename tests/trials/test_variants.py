@@ -1,7 +1,5 @@
 """The variants of a bench: which there are, and which need not run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

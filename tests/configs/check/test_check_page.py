@@ -3,8 +3,6 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/configs/check/test_check_page.py` rewrites the table.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

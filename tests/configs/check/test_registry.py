@@ -1,7 +1,5 @@
 """Rules of third parties, found through the entry-point group `hwopt.rules`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each rule: a file that breaks it, with the line and the fix, and one that does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Conversations: their formats, the assistant's tokens, and runs on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

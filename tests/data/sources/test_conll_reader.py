@@ -1,7 +1,5 @@
 """CoNLL files are read sentence by sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from hwopt.data.sources.json_reader import to_table

@@ -1,7 +1,5 @@
 """Which columns are read where several could be, and lists of messages that are JSON text."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a data source is, and the messages for what hwopt does not read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Numbers written as text: one format for a job, and what `hwopt init` proposes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Several files as one source: a glob or a list, with the place of each row in its own file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of files, of `datasets` folders, and of clones: folders with the content of a data set of the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images: folders of classes, decoding, augmentation by place, and the store that workers read."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

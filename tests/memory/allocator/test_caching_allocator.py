@@ -1,7 +1,5 @@
 """The caching allocator follows torch's rules. tests/gpu/test_memory.py compares it with torch's own, on any CUDA device."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

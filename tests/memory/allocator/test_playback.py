@@ -1,7 +1,5 @@
 """A step is played on the caching allocator until it repeats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

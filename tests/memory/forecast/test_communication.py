@@ -1,7 +1,5 @@
 """Memory and communication of several ranks: the formulas agree with a simulated ring and with torch's FSDP."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The planner predicts what torch's allocator holds, for third-party plugins too."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

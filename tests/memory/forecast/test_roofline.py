@@ -1,7 +1,5 @@
 """The time forecast: what its two ends count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

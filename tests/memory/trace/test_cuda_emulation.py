@@ -1,7 +1,5 @@
 """Fake tensors use memory as CUDA's kernels do. The expected bytes are those of torch's CUDA allocator."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trace that skips equal layers has the same storages, operations and peak as one that runs every layer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Divergence: loss spikes, and limits of skipped updates."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Telemetry: rows at log points, from counters that a step only adds to."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How well a run uses its device: figures of real runs, and verdicts whose cause is made."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verdict: one for every set of figures, in agreement with its figure, with one setting to change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 
