@@ -45,7 +45,7 @@ def measured(names: list[str], path: Path | None) -> list[dict[str, Any]]:
 
 def measured_row(name: str, path: Path | None) -> dict[str, Any]:
     """Measure one profile, and add the result to the file `path`."""
-    from pretend_cuda.profile_runs import measure
+    from profile_runs import measure
 
     row = measure(name) | {"commit": commit(), "date": str(date.today())}
     if path:

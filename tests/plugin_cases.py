@@ -103,8 +103,6 @@ def cases(name: str) -> Cases:
     path = FOLDER / f"test_{name}.py"
     assert path.is_file(), f"the plugin {name!r} has no tests: write {path}"
     spec = spec_from_file_location(f"cases_of_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, "CASES", None)

@@ -15,8 +15,6 @@ def program(name: str) -> ModuleType:
     if str(BENCHMARKS) not in sys.path:  # as for a program that Python runs
         sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -55,7 +55,7 @@ def test_conversations_that_cannot_be_used_are_named_and_the_job_is_written(tmp_
 
 def answering(*answers: str) -> io.StringIO:
     terminal = io.StringIO("".join(answer + "\n" for answer in answers))
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    terminal.isatty = lambda: True
     return terminal
 
 

@@ -83,6 +83,6 @@ def test_preview_on_a_terminal_uses_colour_instead_of_brackets() -> None:
     found = Preview(spans, None, 1, sample=1, samples=2, held_out={}, tokens=3)
     screen = Terminal(file=io.StringIO(), force_terminal=True, width=80, color_system="standard", no_color=False)
     show_preview(screen, found)
-    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    shown = screen.file.getvalue()
     assert "Hello? \x1b[1;32mHi.\\x1b[2J\x1b[0m" in shown
     assert "[[" not in shown

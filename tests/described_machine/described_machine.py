@@ -59,15 +59,13 @@ class AfterImport(MetaPathFinder):
             return None
         change = self.functions.pop(name)
         spec = util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             change(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 

@@ -57,7 +57,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def step(engine: Engine, rows: Tensor) -> None:
     engine.backward(forward(engine, rows), 1 / len(rows))
     engine.update()
-    engine.run.step += 1  # type: ignore[misc]
+    engine.run.step += 1
 
 
 ROWS = torch.arange(12.0).reshape(4, 3) / 10
@@ -88,7 +88,7 @@ def test_gradient_is_clipped_to_the_norm_and_reported_unclipped(largest: float) 
     engine.on_gradients.append(lambda run: events.append(float(engine.norm_of(engine.local_gradients()))))
     stepped: list[float] = []
     update = engine._step
-    engine._step = lambda: (stepped.append(float(engine.norm_of(engine.local_gradients()))), update())[1]  # type: ignore[method-assign]
+    engine._step = lambda: (stepped.append(float(engine.norm_of(engine.local_gradients()))), update())[1]
     step(engine, ROWS)
     assert events == [pytest.approx(float(engine.norm))]
     clips = 0 < largest < events[0]
@@ -129,7 +129,7 @@ def test_loaded_state_continues_with_the_same_bits(optimizer: Optimizer) -> None
         step(whole, ROWS)
     state = whole.state(lambda value: value.clone())
     resumed.run.inner_model[0].bias.data.copy_(whole.run.inner_model[0].bias)  # frozen: it has no optimizer state
-    resumed.run.step = 2  # type: ignore[misc]
+    resumed.run.step = 2
     resumed.load_state(state)
     assert same(weights(resumed), weights(whole))
     for engine in (whole, resumed):

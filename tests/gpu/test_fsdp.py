@@ -10,23 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hwopt.testing import logged, relative_error, write_samples
+from hwopt.testing import TINY_LLAMA, logged, relative_error, write_samples
 
 pytestmark = [
     pytest.mark.device("real"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} CUDA device(s), needs 2"),
 ]
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 4000,
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-}
+LLAMA = TINY_LLAMA | {"vocab_size": 4000, "hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1408}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256}
 PROFILE = """name = "ranks"
 [plugins.precision]
 dtype = "{dtype}"

@@ -16,16 +16,8 @@ from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_ti
 
 pytestmark = pytest.mark.device("any")
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 12,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
+LLAMA = TINY_LLAMA | {"vocab_size": 32_000, "hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 2816}
+LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 PURE = FUSED | {"sdpa": {}, "precision": {"dtype": "bf16", "level": "pure"}}
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": {}}
@@ -75,7 +67,7 @@ def test_offload_keeps_layer_inputs_in_pinned_host_memory(tmp_path: Path) -> Non
 def test_offload_forecasts_the_pinned_memory(tmp_path: Path) -> None:
     plan = plan_with(tmp_path, PURE | OFFLOAD)
     memory = plan_memory(plan, tmp_path / "cache", Lengths(None, WIDTH, 2, "this test"))
-    inputs = LLAMA["num_hidden_layers"] * ROWS * WIDTH * LLAMA["hidden_size"] * 2  # type: ignore[operator]
+    inputs = LLAMA["num_hidden_layers"] * ROWS * WIDTH * LLAMA["hidden_size"] * 2
     assert memory.host_gib * GIB == inputs, "each input is a power of two"
     torch._C._host_emptyCache()  # else the run would take blocks of an earlier test
     torch.cuda.reset_peak_host_memory_stats()

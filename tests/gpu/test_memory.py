@@ -21,31 +21,16 @@ from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.plugin import RunView
-from hwopt.testing import TINY_BERT, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.allocator import allocator_settings
 
 pytestmark = pytest.mark.device("any")
 
-BERT = TINY_BERT | {
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "intermediate_size": 2048,
-    "vocab_size": 8000,
-    "max_position_embeddings": 2048,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-}
+SIZES: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+BERT = TINY_BERT | SIZES | {"intermediate_size": 2048, "vocab_size": 8000, "max_position_embeddings": 2048}
+BERT |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+LLAMA = TINY_LLAMA | SIZES | {"intermediate_size": 1408, "vocab_size": 32_000, "max_position_embeddings": 4096}
+LLAMA |= {"num_key_value_heads": 4}
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda.counters import on_pretend_card
-from pretend_cuda.profile_cases import MAY_BE_INACTIVE
+from pretend_cuda.profile_cases import GEMMA, LLAMA, MAY_BE_INACTIVE
 
 from hwopt import api
 from hwopt.errors import DoesNotFitError
@@ -24,36 +24,13 @@ pytestmark = pytest.mark.device("any")
 Limit = Callable[[float], AbstractContextManager[None]]
 
 BERT_BASE = {"model_type": "bert", "vocab_size": 2000}
-GEMMA = {
-    "model_type": "gemma3_text",
-    "vocab_size": 32_000,
-    "hidden_size": 1152,
-    "num_hidden_layers": 8 if on_pretend_card() else 26,  # the host loads and saves the weights
-    "intermediate_size": 6912,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "max_position_embeddings": 1024,
-}
-LLAMA_1B: dict[str, Any] = {  # as TinyLlama-1.1B
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "num_hidden_layers": 22,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
-LLAMA_7B = LLAMA_1B | {  # as Llama-2-7B
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 11_008,
-    "num_key_value_heads": 32,
-}
+LLAMA_7B: dict[str, Any] = LLAMA | {"hidden_size": 4096, "intermediate_size": 11_008, "num_key_value_heads": 32}
 if on_pretend_card():  # the host holds the card's memory, and updates the weights for ZeRO: 18 bytes a parameter, and minutes
-    LLAMA_1B |= {"num_hidden_layers": 2, "vocab_size": 8000}
-    LLAMA_7B |= {"num_hidden_layers": 2, "vocab_size": 8000}
+    LLAMA_1B: dict[str, Any] = LLAMA | {"vocab_size": 8000}
+    LLAMA_7B |= {"vocab_size": 8000}
+else:  # all layers
+    GEMMA, LLAMA_1B = GEMMA | {"num_hidden_layers": 26}, LLAMA | {"num_hidden_layers": 22}
+    LLAMA_7B |= {"num_hidden_layers": 32}
 CARDS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "rtx3070_8gb": (8, BERT_BASE, {"precision"}),
     "rtx3090_24gb": (24, GEMMA, {"precision"}),

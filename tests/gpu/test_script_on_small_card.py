@@ -19,13 +19,9 @@ from hwopt.hardware.device import GIB
 
 TESTS = Path(__file__).parents[1]
 SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 1_024, "num_hidden_layers": 4, "num_attention_heads": 2}
-LARGE = {
-    "vocab_size": 152_000,
-    "hidden_size": 896,
-    "intermediate_size": 4_864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-}
+
+
+QWEN = {"vocab_size": 152_000, "hidden_size": 896, "intermediate_size": 4_864, "num_hidden_layers": 24, "num_attention_heads": 14}
 """The sizes of Qwen2.5-0.5B."""
 
 
@@ -39,23 +35,14 @@ def main(which: str, size: str, output: str) -> None:
     set_seed(0)
     large = size == "large"
     with large_weights_uninitialized(), torch.device("cuda" if large else "cpu"):
-        config = LlamaConfig(**(LARGE if large else SMALL), pad_token_id=0, num_labels=1)
+        config = LlamaConfig(**(QWEN if large else SMALL), pad_token_id=0, num_labels=1)
         model = LlamaForSequenceClassification(config)
     rows: Any = data("chosen", "rejected")
     if large:
         rows = rows.map(lambda row: {name: " ".join([text] * 10) for name, text in row.items()})
     switch = "activation_checkpointing" if hasattr(RewardConfig, "activation_checkpointing") else "gradient_checkpointing"
-    args = RewardConfig(
-        str(Path(output).with_suffix("")),
-        per_device_train_batch_size=32,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-3,
-        bf16=False,
-        save_strategy="no",
-        report_to=[],
-        **{switch: False},
-    )
+    own = {"per_device_train_batch_size": 32, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, switch: False}
+    args = RewardConfig(str(Path(output).with_suffix("")), bf16=False, save_strategy="no", report_to=[], **own)
     cls: Any = RewardTrainer
     if which == "changed":
         off = {"precision": {"dtype": "fp32"}, "checkpointing": False, "length_batching": False, "batch": {"train": 32}}

@@ -23,7 +23,7 @@ CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
 def test_features_follow_from_the_compute_capability(card: str) -> None:
     capability, *expected = CARDS[card]
     hardware = described(card, capability, 16)
-    found = [hardware.can(feature) for feature in ("fp16", "bf16", "tf32", "flash_attention")]  # type: ignore[arg-type]
+    found = [hardware.can(feature) for feature in ("fp16", "bf16", "tf32", "flash_attention")]
     assert [bool(capability) for capability in found] == expected
     for capability_found in found:
         assert card in capability_found.reason, "each fact with its reason"

@@ -40,7 +40,7 @@ def test_screen_shows_versions_driver_and_every_card() -> None:
     system = replace(found.system, driver="580.65", driver_cuda="13.0", torch_cuda="12.6", cards=CARDS)
     screen = Terminal(file=io.StringIO(), width=200)
     show_survey(screen, replace(found, system=system))
-    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = screen.file.getvalue().splitlines()
     assert lines[0].startswith(f"hwopt: {hwopt.__version__}, CPython {platform.python_version()}, ")
     assert f"torch: {torch.__version__}, built for CUDA 12.6" in lines
     assert "driver: 580.65, for CUDA up to 13.0" in lines

@@ -46,7 +46,7 @@ class Distribution(NamedTuple):
 class ThirdPartyEntryPoint(EntryPoint):
     """An entry point of a distribution that is not installed."""
 
-    dist = Distribution()  # type: ignore[assignment]
+    dist = Distribution()
 
 
 @pytest.fixture

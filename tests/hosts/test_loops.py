@@ -68,7 +68,7 @@ def accelerated(cls: type, split: bool = False, limit: int | None = None, **sett
     accelerator, model, found = cls(cpu=True, **settings), bert(), []
     if limit:
         model.register_forward_pre_hook(memory_of(limit), with_kwargs=True)
-    loader: Any = DataLoader(rows(), batch_size=16, collate_fn=lambda features: padded(features, classes=True))  # type: ignore[arg-type]
+    loader: Any = DataLoader(rows(), batch_size=16, collate_fn=lambda features: padded(features, classes=True))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule: Any = LinearLR(optimizer)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)

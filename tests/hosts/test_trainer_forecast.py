@@ -25,7 +25,7 @@ def forecast_for(args: Any, data: Any, card: Hardware = CARD, **given: Any) -> F
     return forecast_of_trainer(Trainer, args, given, "t4_16gb", FP32, card)
 
 
-class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("the forecast reads a stream, which may never end")
 
@@ -52,7 +52,7 @@ def test_lengths_of_stored_rows_follow_their_order(tmp_path: Path) -> None:
 def test_max_length_alone_refuses_no_training(tmp_path: Path) -> None:
     args, full = arguments(tmp_path), replace(CARD, free_memory_gib=0.0)
     assert forecast_for(args, rows(), full).fits is False
-    args.max_length = 64  # type: ignore[attr-defined]  # as in SFTConfig
+    args.max_length = 64  # as in SFTConfig
     found = forecast_for(args, [{"text": "a"}], full)
     assert found.fits is None
     assert "if a row has max_length tokens" in found.why
@@ -73,7 +73,7 @@ def test_weights_that_are_on_the_device_already_are_not_counted_twice() -> None:
 def test_forecast_leaves_the_accelerator_of_a_trainer_as_it_is(tmp_path: Path) -> None:
     """transformers resets the process's Accelerator state whenever arguments are made, those of the forecast too."""
     args = arguments(tmp_path, max_steps=1)
-    trainer = Trainer(llama(), args, lambda few: padded(few, False), train_dataset=rows())  # type: ignore[arg-type]
+    trainer = Trainer(llama(), args, lambda few: padded(few, False), train_dataset=rows())
     assert hwopt.fits(trainer.model, args, rows(), card="Tesla T4", **FP32)
     trainer.train()
 

@@ -71,7 +71,7 @@ def test_out_of_memory_halves_the_batch_and_counts_each_row_once(classifier: Pat
     expected = api.evaluate(classifier, source)
     loss = TextClassification.loss
 
-    def limited(self, outputs, targets):  # type: ignore[no-untyped-def]
+    def limited(self, outputs, targets):
         if len(targets) > 2:
             raise torch.OutOfMemoryError("8 GiB")
         return loss(self, outputs, targets)

@@ -47,7 +47,6 @@ def training(folder: Path, workers: int = 0, errors: Any = subprocess.STDOUT) ->
     command = [*HWOPT, "run", "--profile", "cpu", "--name", "long", "--set", f"plugins.dataloader.num_workers={workers}"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
     try:
-        assert process.stdout is not None
         assert any(line.startswith("step 3/") for line in process.stdout)
         yield process
     finally:
@@ -79,8 +78,6 @@ def test_closed_pipe_does_not_end_the_command(command: str, tmp_path: Path) -> N
     write_job(tmp_path, max_steps=2)
     words = [*HWOPT, *command.split(), "--profile", "cpu"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         errors = process.stderr.read().decode()
     assert process.returncode == 0, errors

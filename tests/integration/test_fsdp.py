@@ -28,7 +28,7 @@ def on_hosts() -> None:
         return by_accelerate(run)
 
     engine.shard_model = shard_model
-    Fsdp.probe = lambda self, context: Decision.apply("between CPUs")  # type: ignore[method-assign]
+    Fsdp.probe = lambda self, context: Decision.apply("between CPUs")
 
 
 def without_shards() -> None:

@@ -123,7 +123,6 @@ LONG = ["--set", "training.max_steps=100000"]
 
 
 def until_step(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
     assert any(line.startswith("step 3/") for line in process.stdout), process.communicate()
 
 

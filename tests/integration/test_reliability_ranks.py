@@ -191,7 +191,6 @@ def test_signal_saves_on_all_ranks(
             launch.assert_no_process_left()
             assert status(launch.run)["exit_code"] == code, (target, launch.output)
             found = resume.latest_valid(launch.run, lambda message: None)
-            assert found is not None
             assert f"after step {found.step}, saved" in status(launch.run)["message"] or not accelerate
             assert found.step >= step_of(launch.run)
             work.resumes_exactly(launch.name, undisturbed)

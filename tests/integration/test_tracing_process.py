@@ -69,7 +69,6 @@ def trace(plan: Plan) -> int:
 
 
 def server() -> psutil.Process:
-    assert tracing_process._running is not None
     return psutil.Process(tracing_process._running.process.pid)
 
 

@@ -60,7 +60,6 @@ def gains_of(folder: Path, hardware: Hardware, listener: PlanListener | None = N
 
     plan = api.with_memory(planned(), planned, cache=cache_folder())
     found = api.with_gains(plan, planned, cache=cache_folder(), listener=listener).memory
-    assert found is not None
     return list(found.gains)
 
 

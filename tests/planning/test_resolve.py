@@ -67,7 +67,7 @@ def job(**training: object) -> JobFile:
 def plan_of(profile: Profile, hardware: Hardware, facts: ModelFacts = BERT_BASE, **options: object) -> Plan:
     registry = options.pop("registry", None) or Registry()
     job_file = options.pop("job_file", None) or job()
-    return resolve(profile, hardware, job_file, registry, facts, SOFTWARE, **options)  # type: ignore[arg-type]
+    return resolve(profile, hardware, job_file, registry, facts, SOFTWARE, **options)
 
 
 def golden_text(profile: str) -> str:
@@ -198,7 +198,7 @@ def test_strict_plan_for_another_machine_ignores_the_cores_of_this_one() -> None
     laptop = described("NVIDIA GeForce RTX 3070", (8, 6), 7.78, replace(HOST, cpu_cores=2))
     plan = plan_of(load_profile("rtx3070_8gb", profile_files()), laptop, strict=True)
     loader = next(entry for entry in plan.entries if entry.name == "dataloader")
-    assert loader.options.num_workers == 4  # type: ignore[attr-defined]
+    assert loader.options.num_workers == 4
     assert "this machine does not have (2)" in loader.reason
 
 

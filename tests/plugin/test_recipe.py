@@ -15,7 +15,6 @@ def test_slot_or_key_set_by_two_plugins_is_an_error() -> None:
             recipe.batch["train"] = len(author)
             recipe.batch["train"] = len(author)  # the same plugin may set a key twice
     assert recipe.collisions[:2] == (Collision("optimizer", "first", "second"), Collision("batch['train']", "first", "second"))
-    assert recipe.optimizer is not None
     assert (recipe.optimizer([1]), recipe.batch) == (1, {"train": 5}), "the first author's values are kept"
     assert recipe.author_of("batch['train']") == "first"
     assert recipe.author_of("cut") == "the core"
@@ -31,7 +30,6 @@ def test_replaced_field_belongs_to_the_replacing_plugin(order: tuple[str, str]) 
             recipe.batch["train"] = len(author)
     assert recipe.collisions == ()
     assert recipe.author_of("optimizer") == "winner"
-    assert recipe.optimizer is not None
     assert recipe.optimizer([1]) == 1
     assert recipe.batch == {"train": len("winner")}
 
@@ -59,7 +57,7 @@ def test_lists_and_handlers_are_shared() -> None:
     recipe = Recipe()
     for author in ("first", "second"):
         with recipe.written_by(author):
-            recipe.process.append(author)  # type: ignore[arg-type]
+            recipe.process.append(author)
             recipe.accelerator["kwargs_handlers"].append(author)
     assert list(recipe.process) == list(recipe.accelerator["kwargs_handlers"]) == ["first", "second"]
 

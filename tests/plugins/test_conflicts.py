@@ -112,7 +112,7 @@ def test_third_party_plugin_conflicts_by_capability(
 @pytest.mark.parametrize("given", [{}, {"field": "cut", "plugin": "cut"}, {"lacks": "wings"}])
 def test_conflict_names_exactly_one_known_target(given: dict[str, str]) -> None:
     with pytest.raises(TypeError, match=r"exactly one of|the capabilities are"):
-        Conflict(why="no", **given)  # type: ignore[arg-type]
+        Conflict(why="no", **given)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Misplaced(Good):
 def check(plugin: type[Plugin], folder: Path, hardware: object = CARD) -> None:
     registry = Registry()
     registry.add(plugin)
-    report = check_contract_of("good", folder, registry=registry, hardware=hardware)  # type: ignore[arg-type]
+    report = check_contract_of("good", folder, registry=registry, hardware=hardware)
     assert report.not_checked == ("evidence", "effect", "resume")
 
 

@@ -97,7 +97,6 @@ def test_steps_that_the_host_bounds_get_few_shapes(tokens: int, few: bool, tmp_p
         plan = plan_for(tiny_profile(**tables), tiny_job(tmp_path), hardware=CARD, tokens_per_sample=lambda: 40.0)
     assert plan.recipe.batch.get("row_multiple") == (4 if few else None)
     cut = plan.recipe.cut
-    assert cut is not None
     assert (cut.keywords["multiple"], cut.keywords["host_tokens"] > 0) == ((4, False) if few else (1, True))
 
 

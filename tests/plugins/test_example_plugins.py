@@ -27,7 +27,6 @@ def test_documents_say_how_long_plugins_are() -> None:
     root = FOLDER.parents[1]
     readme, page = ((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/plugins.md"))
     found = re.search(r"under (\d+) lines, the\s+built-in ones about (\d+) on average", readme)
-    assert found is not None
     examples, built_in = map(int, found.groups())
     assert f"Each is under {examples} lines." in page
     assert max(map(lines_of, FOLDER.glob("*.py"))) < examples
@@ -50,7 +49,7 @@ def test_ema_saves_the_average(tmp_path: Path) -> None:
     weights: list[dict[str, torch.Tensor]] = []
 
     def keep(run: object, applied: object) -> None:
-        parameters = run.inner_model.named_parameters()  # type: ignore[attr-defined]
+        parameters = run.inner_model.named_parameters()
         weights.append({name: p.detach().clone() for name, p in parameters})
 
     plan.recipe.events.append(calling(on_step_end=keep))

@@ -265,7 +265,7 @@ def unfused_adamw(patch):
     real = torch.optim.AdamW.__init__
 
     def init(self: torch.optim.AdamW, *args: object, fused: bool = False, **kwargs: object) -> None:
-        real(self, *args, **kwargs)  # type: ignore[arg-type]
+        real(self, *args, **kwargs)
 
     patch.setattr(torch.optim.AdamW, "__init__", init)
 

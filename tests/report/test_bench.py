@@ -21,7 +21,7 @@ def row(name: str, role: str, reference: str = "", value: float | None = None, *
     found = None if value is None else Speedup(value, value * 0.98, value * 1.02, 5, clear)
     measured = {"samples_per_second": 100.0, "tokens_per_second": 2345.6, "seconds_per_step": 0.08, "seconds_per_epoch": 150.0}
     figures = {} if more.get("ending") else {"rounds": 5, "peak_gib": 0.75, **measured}
-    return BenchRow(name, role, reference, speedup=found, **(figures | more))  # type: ignore[arg-type]
+    return BenchRow(name, role, reference, speedup=found, **(figures | more))
 
 
 ROWS = [

@@ -29,7 +29,6 @@ def test_every_value_is_between_the_ends_of_its_axis(values: list[float], scale:
 
 def test_values_over_several_powers_of_ten_are_logarithmic() -> None:
     chart = line_chart("c", "Gradient norm", "", [Series("run", [(1, 0.1), (2, 1000.0)])], 2, "logarithmic")
-    assert chart is not None
     assert chart.unit == "logarithmic"
     assert [text for _, text in chart.y_ticks] == ["0.1", "1", "10", "100", "1,000"]
     assert not value_axis([0.0, 1000.0], "logarithmic").logarithmic
@@ -38,7 +37,6 @@ def test_values_over_several_powers_of_ten_are_logarithmic() -> None:
 
 def test_line_runs_from_the_left_to_the_right_edge() -> None:
     chart = line_chart("c", "Loss", "", [Series("run", [(0, 1.0), (10, 0.0)])], 10)
-    assert chart is not None
     assert chart.description == "run: 1 at step 0, 0 at step 10, lowest 0, highest 1."
     assert points_of(chart.lines[0].path) == [
         (charts.LEFT, charts.TOP),
@@ -49,7 +47,6 @@ def test_line_runs_from_the_left_to_the_right_edge() -> None:
 def test_value_that_is_not_finite_breaks_the_line() -> None:
     lost = math.nan
     chart = line_chart("c", "Loss", "", [Series("run", [(1, 1.0), (2, 2.0), (3, lost), (4, 1.0), (5, 1.5)])], 5)
-    assert chart is not None
     assert chart.lines[0].path.count("M") == 2
     assert "1 values are not finite" in chart.description
     assert ("run", "3", "not finite") in chart.table

@@ -97,6 +97,5 @@ def test_evidence_of_the_first_and_the_last_step_is_one(first: str, last: str, s
 def test_best_value_is_the_last_one_if_the_direction_is_unknown(tmp_path: Path) -> None:
     record = read_record(write_run(tmp_path / "run", [eval_row(5, f1=0.5), eval_row(10, f1=0.4)], processes=[]))
     best = record.best("f1")
-    assert best is not None
     assert (best.value, best.step) == (0.4, 10)
     assert record.seconds_per_epoch is None

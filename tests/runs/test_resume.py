@@ -112,10 +112,10 @@ def test_resume_with_another_micro_batch_size(uninterrupted: Path, tmp_path: Pat
     from safetensors.torch import load_file
 
     still = make_plan(uninterrupted)
-    still.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    still.job.model.config["hidden_dropout_prob"] = 0.0
     api.execute(still, tmp_path / "still" / "run", cache=uninterrupted / "cache")
     other = make_plan(uninterrupted, batch={"train": 12, "effective": 12})
-    other.job.model.config["hidden_dropout_prob"] = 0.0  # type: ignore[index]
+    other.job.model.config["hidden_dropout_prob"] = 0.0
     resumed_from(tmp_path / "still", 6, tmp_path / "run", other)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", tmp_path / "still" / "run"))
     assert relative_error(ours, theirs) < 1e-5

@@ -39,7 +39,7 @@ def test_prune_keeps_the_newest_and_the_weights_that_they_refer_to(
         folder=tmp_path, is_main=True, recipe=SimpleNamespace(state=[]), training=SimpleNamespace(save_total_limit=limit)
     )
     best_weights: Any = SimpleNamespace(step=9)
-    Checkpointer(run, SimpleNamespace(), best_weights, {}).prune(best_is_final)  # type: ignore[arg-type]
+    Checkpointer(run, SimpleNamespace(), best_weights, {}).prune(best_is_final)
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
@@ -49,8 +49,8 @@ def test_buffers_are_restored_by_name() -> None:
     saved = {name: buffer.clone() for name, buffer in persistent_buffers(trained).items()}
     del saved["num_batches_tracked"]
     load_buffers(fresh, saved)
-    assert torch.equal(fresh.running_mean, trained.running_mean)  # type: ignore[arg-type]
-    assert int(fresh.num_batches_tracked) == 0  # type: ignore[arg-type]
+    assert torch.equal(fresh.running_mean, trained.running_mean)
+    assert int(fresh.num_batches_tracked) == 0
 
 
 def test_of_equal_metrics_the_lower_loss_is_the_best(tmp_path: Path) -> None:

@@ -222,14 +222,12 @@ def test_held_out_part_is_the_end_of_the_data(tmp_path: Path) -> None:
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     _, _, prepared = prepare(str(tmp_path / "a.txt"), tmp_path, eval_fraction=0.1)
-    assert prepared.eval is not None
     row = prepared.eval.row(0)
     end = prepared.tokenizer.decode([row["input_ids"][0], *row["labels"]])
     assert text.endswith(end)
     assert len(end) == round(len(text) / 10)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(10)])
     _, _, prepared = prepare(source, tmp_path, eval_fraction=0.2, max_length=4, blocks=True)
-    assert prepared.eval is not None
     joined = [prepared.tokenizer.decode(store.array("labels")) for store in (prepared.train, prepared.eval)]
     assert sorted(part.count("<|endoftext|>") for part in joined) == [1, 7]
 

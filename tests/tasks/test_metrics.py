@@ -61,7 +61,7 @@ def test_an_update_does_not_read_from_the_device() -> None:
     names: list[str] = []
 
     class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             names.append(function._schema.name.removeprefix("aten::"))
             return function(*args, **(kwargs or {}))
 

@@ -128,7 +128,7 @@ def test_unsuitable_column_is_a_data_error(
 def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
     task = make_task(job_of(KIND, {"train": "a.csv"}, label_smoothing=smoothing))
     logits, targets = torch.randn(4, 3), torch.tensor(ARRAY).float()
-    trained = task.training_loss(SimpleNamespace(class_weights=None), "cpu")  # type: ignore[arg-type]
+    trained = task.training_loss(SimpleNamespace(class_weights=None), "cpu")
     summed, count = trained(SimpleNamespace(logits=logits), targets)
     soft = targets.where(targets == 0, 1 - smoothing / 2).where(targets == 1, smoothing / 2)
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, soft)

@@ -96,7 +96,6 @@ def test_all_files_of_a_job_have_one_number_format(tmp_path: Path) -> None:
     held_out = prices(tmp_path / "eval.csv", ["0,100", "2"])
     prepared = prepare(tmp_path, ROWS, train=train, eval=held_out, label="price", decimal=",")
     assert prepared.train.array("labels").flatten().tolist()[:4] == pytest.approx([1234.5, 1500, 0.5, 12])
-    assert prepared.eval is not None
     assert prepared.eval.array("labels").flatten().tolist() == pytest.approx([0.1, 2])
     mixed = [{"text": "a", "price": value} for value in ("1,5", 2.5, 3)]  # a number of JSON has no format
     assert prepare(tmp_path, mixed, label="price", decimal=",").train.array("labels").flatten().tolist() == [1.5, 2.5, 3]

@@ -66,7 +66,6 @@ def padded(prepared: Prepared, rows: list[int]) -> dict[str, torch.Tensor]:
 def test_single_texts_are_tokenized_and_labelled(tmp_path: Path) -> None:
     _, _, prepared = prepare(tmp_path, eval=ROWS[:2])
     assert prepared.label_names == ("no", "yes")
-    assert prepared.eval is not None
     assert prepared.train.array("labels").tolist() == [1, 0, 0, 1]
     assert prepared.train.counts.tolist() == [1] * 4
     row = prepared.train.row(0)
@@ -85,7 +84,6 @@ def test_typed_booleans_are_the_labels_of_the_training_data_in_its_spelling(spel
         tmp_path, str(tmp_path / "train.csv"), eval=str(tmp_path / "eval.parquet"), max_bad_rows=0.5, label="label"
     )
     assert prepared.label_names == (spelling("False"), spelling("True"))
-    assert prepared.eval is not None
     assert prepared.eval.array("labels").tolist() == [1, 0]
 
 
@@ -98,7 +96,6 @@ def test_typed_numbers_are_the_labels_of_the_training_data_in_its_spelling(
         pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "label": labels}), tmp_path / f"{name}.parquet")
     _, _, prepared = prepare(tmp_path, str(tmp_path / "train.parquet"), eval=str(tmp_path / "eval.parquet"), label="label")
     assert prepared.label_names == tuple(map(str, trained))
-    assert prepared.eval is not None
     assert prepared.eval.array("labels").tolist() == [1, 0]
     (tmp_path / "eval.csv").write_text(f"text,label\na,{evaluated[0]}\nb,{evaluated[1]}\n")
     with pytest.raises(DataError, match="label that is not in the training data"):
@@ -192,7 +189,6 @@ def test_unknown_eval_label_and_single_class_are_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match=message):
         prepare(tmp_path, eval=unknown, on_bad_row="stop")
     prepared = prepare(tmp_path, eval=unknown, max_bad_rows=0.5)[2]
-    assert prepared.eval is not None
     assert len(prepared.eval) == 1
     assert "1 of 2 rows of" in prepared.warnings[0]
     with pytest.raises(DataError, match="every 'label' is 'yes'; classification needs at least two classes"):
@@ -204,7 +200,6 @@ def test_unknown_eval_label_and_single_class_are_refused(tmp_path: Path) -> None
 def test_label_without_an_evaluation_sample_is_named(tmp_path: Path) -> None:
     rows = [{"text": f"row {number}", "label": "no" if number % 4 else "yes"} for number in range(40)]
     balanced = prepare(tmp_path, rows, eval_fraction=0.1)[2]
-    assert balanced.eval is not None
     assert sorted(balanced.eval.array("labels").tolist()) == [0, 0, 0, 1]
     assert balanced.notes == []
     rare = [*rows, {"text": "rare", "label": "maybe"}]

@@ -150,6 +150,5 @@ def test_loss_is_the_sum_that_torch_averages(smoothing: float, weights: dict[str
     )
     assert float(summed / count) == pytest.approx(expected.item(), rel=1e-6)
     if weights is not None:
-        assert prepared.weights is not None
         assert prepared.weights.tolist() == [2.5, 1.5]
         np.testing.assert_allclose(prepared.weights.sum(), 4.0)

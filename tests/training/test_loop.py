@@ -126,7 +126,6 @@ def test_test_data_is_evaluated_once_with_the_best_weights_which_final_holds(tmp
     with build(plan_for(tiny_profile(), again), tmp_path / "other", tmp_path / "cache") as run:
         run.inner_model.load_state_dict(load_file(tmp_path / "run" / "final" / "model.safetensors"))
         metrics = Evaluation(run).evaluate()
-    assert metrics is not None
     assert metrics["eval_f1"] == tested["test_f1"]
     assert metrics["eval_loss"] == pytest.approx(tested["test_loss"], rel=1e-6)
     assert not list((tmp_path / "run").glob(".*")), "no temporary files are left"

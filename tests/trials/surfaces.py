@@ -220,7 +220,7 @@ class Surface:
     def measure(self, setting: Setting) -> Measurement:
         failure = self.fails(setting)
         if failure is not None:
-            return Measurement(failure=failure)  # type: ignore[arg-type]
+            return Measurement(failure=failure)
         seconds, wait = self.seconds(setting)
         seconds *= math.exp(self.draw.gauss(0, self.process_noise))
         windows = []

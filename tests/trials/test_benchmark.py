@@ -50,7 +50,7 @@ class Machine:
         self.trials.append((variant.name, steps, variant.without_dropout))
         if variant.name in self.failing:
             ending, message = self.failing[variant.name]
-            return Outcome(variant, ending, message)  # type: ignore[arg-type]
+            return Outcome(variant, ending, message)
         speed = self.speeds[variant.name] * (1 + self.noise * self.draw.uniform(-1, 1))
         losses = dict(enumerate(self.losses.get(variant.name, (2.0, 1.0)), 1))
         return Outcome(
@@ -80,7 +80,7 @@ OPTIMIZER, LARGER = "plugins.optimizer={name='adamw_torch_fused'}", "plugins.bat
 @pytest.fixture
 def candidates(plan: Callable[..., Plan]) -> list[PlannedVariant]:
     def candidate(name: str, role: str, reference: str, *assignments: str, **more: str) -> PlannedVariant:
-        return PlannedVariant(Variant(name, PROFILE, assignments), role, reference, plan=plan(*assignments), **more)  # type: ignore[arg-type]
+        return PlannedVariant(Variant(name, PROFILE, assignments), role, reference, plan=plan(*assignments), **more)
 
     return [
         candidate(BASELINE, "baseline", ""),
@@ -145,11 +145,10 @@ def test_clear_variant_stops_after_three_rounds(measure: Measure) -> None:
     machine = Machine(SPEEDS | {"+ optimizer": 130.0}, noise=0.01)
     rows = measure(machine, rounds=5)
     assert rows["+ optimizer"].rounds == 3
-    assert rows["+ optimizer"].speedup is not None
     assert rows["+ optimizer"].speedup.clear
     # left out of the profile, the optimizer changes nothing: all rounds, and so its reference and the noise floor
     assert [rows[name].rounds for name in ("- optimizer", "profile", BASELINE, COPY)] == [5, 5, 5, 5]
-    assert not rows["- optimizer"].speedup.clear  # type: ignore[union-attr]
+    assert not rows["- optimizer"].speedup.clear
 
 
 def test_crash_and_out_of_memory_are_rows(measure: Measure) -> None:
@@ -160,7 +159,6 @@ def test_crash_and_out_of_memory_are_rows(measure: Measure) -> None:
     assert (rows["- optimizer"].ending, rows["- optimizer"].note) == ("out of memory", "16 rows do not fit")
     assert (rows["+ tf32"].ending, rows["+ tf32"].note) == ("not applied here", "no card")
     assert [name for name, _, _ in machine.trials].count("+ optimizer") == 1
-    assert rows["profile"].speedup is not None
     assert rows["profile"].speedup.value == pytest.approx(1.5)
 
 

@@ -113,7 +113,7 @@ def test_jump_changes_two_axes_that_need_each_other() -> None:
         seconds = (1.2 if rows == 0 else 1.0) * (0.6 if plain else 1.0)
         return Forecast(str(setting), not (plain and rows), None, (seconds, 2 * seconds))
 
-    search = search_of([Axis(2, 1, ordered=True, values=(4, 8)), Axis(2, 0)], lambda s: forecast(s).seconds[0], forecast)  # type: ignore[index]
+    search = search_of([Axis(2, 1, ordered=True, values=(4, 8)), Axis(2, 0)], lambda s: forecast(s).seconds[0], forecast)
     search.run()
     assert tried(search)[:2] == [(1, 0), (0, 1)]
     assert search.best == (0, 1)

@@ -110,7 +110,6 @@ def test_choices_are_described_and_spelled_as_assignments(tmp_path: Path) -> Non
         "plugins.checkpointing.enabled=false"
     }  # fmt: skip
     plan = space.plan(found)
-    assert plan is not None
     assert plan.batch.train == 32
     assert "checkpointing" not in {entry.name for entry in plan.applied()}
 
@@ -121,6 +120,5 @@ def test_forecast_tells_equal_plans_by_their_text(tmp_path: Path) -> None:
     start = tuple(axis.start for axis in space.axes)
     number = next(n for n, dimension in enumerate(space.dimensions) if dimension.plugin == "compile")
     compiled = space.plan((*start[:number], 1, *start[number + 1 :]))
-    assert compiled is not None
     here = space.start.hardware.compiler is not None
     assert (what_runs(compiled) != what_runs(space.start)) == here

@@ -17,7 +17,7 @@ def write_trial(folder: Path, **files: object) -> Path:
     """The folder of a completed trial: step 1 is slow, and the last step is under the profiler."""
     speeds = [1.0, *[100.0 + step for step in range(2, STEPS)], 2.0]
     rows = [log_row(step, speed, loss=1.0 / step) for step, speed in enumerate(speeds, 1)]
-    write_run(folder, rows, **files)  # type: ignore[arg-type]
+    write_run(folder, rows, **files)
     (folder / RESULT).write_text(json.dumps({"reduced_rows": 4}))
     return folder
 
@@ -28,7 +28,6 @@ def test_speed_leaves_out_profiled_steps_and_the_warm_up(tmp_path: Path) -> None
     assert (found.peak_gib, found.reduced_rows) == (3.5, 4)
     assert [window.step for window in found.windows] == list(range(4, STEPS))  # a fifth of 10 is left out
     samples = found.rate("samples")
-    assert samples is not None
     assert 104 < samples < 111
     assert found.seconds_per_epoch == pytest.approx(50 * 16 / samples)
     assert found.losses == {step: 1.0 / step for step in range(1, STEPS + 1)}
@@ -50,7 +49,7 @@ def test_plugin_that_is_not_active_is_named(tmp_path: Path) -> None:
 )
 def test_failed_trial_has_the_message_of_its_status(code: int, message: str, ending: str, tmp_path: Path) -> None:
     write_run(tmp_path / "trial", processes=[PROCESS], status=(code, message))
-    assert outcome_of(VARIANT, tmp_path / "trial", code, STEPS) == Outcome(VARIANT, ending, message)  # type: ignore[arg-type]
+    assert outcome_of(VARIANT, tmp_path / "trial", code, STEPS) == Outcome(VARIANT, ending, message)
 
 
 def test_process_that_died_is_described_by_its_output(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Planner:
 
     def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, PlannedVariant]:
         fit_problem = (lambda plan: "") if fit is None else fit
-        return {each.name: each for each in planned_variants(self.contest(against, *assignments), self, fit_problem)}  # type: ignore[arg-type]
+        return {each.name: each for each in planned_variants(self.contest(against, *assignments), self, fit_problem)}
 
 
 @pytest.fixture
@@ -67,7 +67,6 @@ def planner(tmp_path: Path) -> Planner:
 def test_plugins_are_added_to_the_baseline_and_left_out_of_the_profile(planner: Planner) -> None:
     found = planner.candidates()
     plan = found[BASELINE].plan
-    assert plan is not None
     assert list(plan.applied()) == []
     assert (plan.batch.step, plan.training.learning_rate) == (8, 1e-3)
     assert list(found) == [BASELINE, COPY, "+ optimizer", "+ batch", "+ tf32", "profile", "- optimizer", "- batch", "- tf32"]

@@ -25,7 +25,7 @@ def seed_zero(view: View, facts: Facts) -> Iterator[Finding]:
 
 def entry(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
     module = ModuleType(f"third_{name}")
-    module.value = value  # type: ignore[attr-defined]
+    module.value = value
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return EntryPoint(name, f"{module.__name__}:value", RULE_GROUP)
 

@@ -55,7 +55,7 @@ def report_on(text: str, case: Case, folder: Path) -> CheckReport:
     path.write_text(text, encoding="utf-8")
     (folder / "pascal.toml").write_text(PASCAL)
     given = {key: str(folder / "pascal.toml") if value == "PASCAL" else value for key, value in case.given.items()}
-    return check_file(path, Given(**{"card": None if "profile" in given else "A100", **given}), INPUTS)  # type: ignore[arg-type]
+    return check_file(path, Given(**{"card": None if "profile" in given else "A100", **given}), INPUTS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

@@ -17,7 +17,7 @@ from hwopt.data.sources.tables import read_rows, text_columns
 from hwopt.errors import DataError
 
 
-def read_table(source, split=None):  # type: ignore[no-untyped-def]
+def read_table(source, split=None):
     return read_rows(source, split).table
 
 

@@ -26,32 +26,13 @@ from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profil
 CARD = described("a card", (8, 6), 8.0)
 BERT = TINY_BERT | {"num_hidden_layers": 8, "hidden_dropout_prob": 0.1}
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 9}
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-GEMMA3 = SMALL | {"model_type": "gemma3_text", "num_hidden_layers": 14, "sliding_window": 8}
-HYBRID = SMALL | {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-EXPERTS = {key: value for key, value in SMALL.items() if key != "head_dim"} | {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 8,
-    "moe_intermediate_size": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "mlp_only_layers": [0],
-}
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+GEMMA3 = SMALL | {"head_dim": 16, "model_type": "gemma3_text", "num_hidden_layers": 14, "sliding_window": 8}
+HYBRID = SMALL | {"head_dim": 16, "model_type": "qwen3_5_text", "num_hidden_layers": 12}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = SMALL | {"model_type": "qwen3_moe", "num_hidden_layers": 8, "moe_intermediate_size": 16}
+EXPERTS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
 O1: dict[str, Any] = {"precision": {"dtype": "bf16"}, "sdpa": {}}
 O2: dict[str, Any] = {"precision": {"dtype": "bf16", "level": "O2"}, "sdpa": {}}
 LORA = {"kind": "lora", "always": True}
@@ -77,14 +58,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers with and without attention": (HYBRID, O1),
     "experts": (EXPERTS, {"adapter": LORA} | O2 | {"checkpointing": {}}),
 }
-USUAL = (
-    "BERT, O2, 8 bits",
-    "Llama, one micro-batch",
-    "Llama, QLoRA",
-    "Gemma 3",
-    "experts",
-    "Llama, inputs of layers in host memory",
-)
+USUAL = ("BERT, O2, 8 bits", "Llama, one micro-batch", "Llama, QLoRA", "Gemma 3", "experts")
+USUAL = (*USUAL, "Llama, inputs of layers in host memory")
+
+
+def daily_trace(test: Any) -> Any:
+    return pytest.mark.integration(pytest.mark.daily(pytest.mark.filterwarnings("ignore")(test)))
 
 
 def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None) -> Plan:
@@ -126,9 +105,7 @@ def check_equal_to_whole(plan: Plan) -> None:
     assert (found.update, found.before, found.phases.tolist()) == (expected.update, expected.before, expected.phases.tolist())
 
 
-@pytest.mark.integration
-@pytest.mark.daily
-@pytest.mark.filterwarnings("ignore")
+@daily_trace
 @pytest.mark.parametrize("case", named(CASES, USUAL))
 def test_extended_trace_equals_the_whole_trace(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     check_equal_to_whole(planned(tmp_path, *case))
@@ -185,18 +162,14 @@ class Calls:
         setattr(type(self), name, value)
 
 
-@pytest.mark.integration
-@pytest.mark.daily
-@pytest.mark.filterwarnings("ignore")
+@daily_trace
 def test_one_layer_that_differs_is_run(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(OddLayer)
     check_equal_to_whole(planned(tmp_path, LLAMA | {"num_hidden_layers": 12}, O1 | {"odd_layer": {}}, registry))
 
 
-@pytest.mark.integration
-@pytest.mark.daily
-@pytest.mark.filterwarnings("ignore")
+@daily_trace
 def test_layers_that_run_other_operations_are_all_run(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(CountingLayers)
@@ -237,8 +210,8 @@ def test_few_layers_of_a_deep_stack_are_run() -> None:
 def test_layer_kinds_ignore_only_the_number_of_the_layer() -> None:
     layers = [torch.nn.Linear(2, 2) for _ in range(6)]
     for number, layer in enumerate(layers):
-        layer.layer_idx, layer.scale = number, 1.0  # type: ignore[assignment]
+        layer.layer_idx, layer.scale = number, 1.0
     assert layer_kinds(layers) == [0] * 6
-    layers[2].scale = 2.0  # type: ignore[assignment]
+    layers[2].scale = 2.0
     layers[4].weight.requires_grad = False
     assert layer_kinds(layers) == [0, 0, 1, 0, 2, 0]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pretend_cuda.counters import Counts, report
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from hwopt.training.run import Run
-from pretend_cuda.counters import Counts, report
 
 STEPS, WARM_UP = 20, 5
 """Steps of a run; the first WARM_UP are not counted."""

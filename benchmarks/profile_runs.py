@@ -1,6 +1,6 @@
 """Run a shipped profile on its pretend card, and count what its steps do, beside a bare PyTorch loop and the HF Trainer.
 
-    python tests/pretend_cuda t4 python -m pretend_cuda.profile_runs t4_16gb own      # prints JSON; or others
+    python tests/pretend_cuda t4 python benchmarks/profile_runs.py t4_16gb own      # prints JSON; or others
 
 All loops train the same model with the same optimizer, precision, accumulation and clipping.
 """
@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from other_loops import STEPS, PerStep, bare_loop, hugging_face_loop
+from pretend_cuda.cards import CARDS
+from pretend_cuda.profile_cases import CASES, PLAIN, Case
+from pretend_cuda.zero_weights import large_weights_uninitialized
 
 from hwopt import api
 from hwopt.hardware.device import GIB
@@ -28,10 +32,6 @@ from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import WORDS, Recorder
 from hwopt.training.build import build, reset_accelerate
 from hwopt.training.loop import Loop
-from pretend_cuda.cards import CARDS
-from pretend_cuda.other_loops import STEPS, PerStep, bare_loop, hugging_face_loop
-from pretend_cuda.profile_cases import CASES, PLAIN, Case
-from pretend_cuda.zero_weights import large_weights_uninitialized
 
 OWN_WORK = ("length_batching", "fused_loss")
 """Plugins that split the work of a step: more launches and products, of smaller parts, than the bare loop has."""
@@ -174,8 +174,8 @@ def measure_others(name: str) -> dict[str, Any]:
 
 def run_on_card(name: str, which: str, cards: str) -> dict[str, Any]:
     """The result of `main` in a process on the pretend `cards`."""
-    on_card = [sys.executable, str(Path(__file__).parent), cards]
-    command = [*on_card, sys.executable, "-m", "pretend_cuda.profile_runs", name, which]
+    on_card = [sys.executable, str(Path(__file__).parents[1] / "tests" / "pretend_cuda"), cards]
+    command = [*on_card, sys.executable, __file__, name, which]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(f"profile {name}, {which}: exit code {done.returncode}\n{done.stderr[-3000:]}")
