@@ -27,21 +27,8 @@ from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Relat
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job
 
-GEMMA = ModelFacts(
-    name="gemma-3-1b",
-    model_type="gemma3_text",
-    architecture="Gemma3TextForSequenceClassification",
-    parameters=999_885_952,
-    layers=26,
-    hidden_size=1152,
-    vocab_size=262_144,
-    max_positions=32_768,
-    is_decoder=True,
-    supports_sdpa=True,
-    supports_flash=True,
-    supports_checkpointing=True,
-    attention_dropout=0.0,
-)
+SIZES = (999_885_952, 26, 1152, 262_144, 32_768)
+GEMMA = ModelFacts("gemma-3-1b", "gemma3_text", "Gemma3TextForSequenceClassification", *SIZES, True, True, True, True, 0.0)
 HOST = Hardware("cpu", "a CPU", 32, 30, cpu_cores=16, cpu_memory_gib=32, cpu_features=("avx2",), compiler="g++")
 CARDS = {
     "rtx3070": described("NVIDIA GeForce RTX 3070", (8, 6), 7.78, HOST, 46),

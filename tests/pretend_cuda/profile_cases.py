@@ -7,27 +7,12 @@ from hwopt.config.profile_files import profile_files
 from pretend_cuda.cards import CARDS
 
 BERT_BASE = {"model_type": "bert", "vocab_size": 30522}
-GEMMA = {  # Gemma 3 1B with 8 of its 26 layers and a smaller vocabulary
-    "model_type": "gemma3_text",
-    "vocab_size": 32_000,
-    "hidden_size": 1152,
-    "num_hidden_layers": 8,
-    "intermediate_size": 6912,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "max_position_embeddings": 1024,
-}
-LLAMA = {  # TinyLlama-1.1B with 2 of its 22 layers: with ZeRO the optimizer state is in host memory
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "num_hidden_layers": 2,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
+# Gemma 3 1B with 8 of its 26 layers and a smaller vocabulary
+GEMMA = {"model_type": "gemma3_text", "vocab_size": 32_000, "hidden_size": 1152, "num_hidden_layers": 8, "head_dim": 256}
+GEMMA |= {"intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+# TinyLlama-1.1B with 2 of its 22 layers: with ZeRO the optimizer state is in host memory
+LLAMA = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 2, "intermediate_size": 5632}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048}
 
 
 @dataclass(frozen=True)

@@ -29,34 +29,15 @@ PLAN: dict[str, Any] = {
     "notes": ["a note"],
 }
 MEMORY = {
-    "tier": "traced",
-    "error": "median 1 %",
     "parts": {"weights": 0.5, "gradients": 0.5, "optimizer_state": 1.0, "masters": 0.0, "activations": 1.75, "temporary": 0.25},
-    "peak_gib": 4.0,
-    "eval_peak_gib": 2.0,
-    "free_gib": 7.5,
-    "fits": True,
-    "margin_gib": 2.5,
-    "host_fits": True,
-    "rows": 8,
-    "width": 128,
-    "largest_train": 4_096,
     "time": {"step": [0.1, 0.2], "epoch": [10.0, 20.0], "total": [30.0, 60.0], "basis": "estimated from the card's peak speeds"},
 }
-PROCESS = {
-    "started": "2026-11-22T12:00:00+00:00",
-    "command": "hwopt run job.toml --profile tiny",
-    "folder": "/work",
-    "hwopt": "0.1.0",
-    "python": "3.11.7",
-    "operating_system": "Linux",
-    "step": 0,
-    "total_steps": 100,
-    "steps_per_epoch": 50,
-    "samples": 800,
-    "data": {"train": "abc", "eval": "def"},
-    "metric_directions": {"loss": False, "f1": True},
-}
+MEMORY |= {"tier": "traced", "error": "median 1 %", "rows": 8, "width": 128, "largest_train": 4_096}
+MEMORY |= {"peak_gib": 4.0, "eval_peak_gib": 2.0, "free_gib": 7.5, "fits": True, "margin_gib": 2.5, "host_fits": True}
+PROCESS = {"started": "2026-11-22T12:00:00+00:00", "command": "hwopt run job.toml --profile tiny", "folder": "/work"}
+PROCESS |= {"hwopt": "0.1.0", "python": "3.11.7", "operating_system": "Linux"}
+PROCESS |= {"step": 0, "total_steps": 100, "steps_per_epoch": 50, "samples": 800}
+PROCESS |= {"data": {"train": "abc", "eval": "def"}, "metric_directions": {"loss": False, "f1": True}}
 EVIDENCE = [{"name": "precision", "status": "active", "seen": "12 of 16 matmuls in bf16"}]
 
 

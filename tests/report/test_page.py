@@ -20,25 +20,11 @@ DETAILS = {
     "best_eval_confusion_matrix": {"labels": NAMES, "rows": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
 }
 CUDA = changed(PLAN, hardware__device_type="cuda", hardware__name="NVIDIA GeForce RTX 3070", memory=None) | {"memory": MEMORY}
-USE = {
-    "data_wait_share": 0.2,
-    "gpu_percent": 91.4,
-    "power_watts": 180.6,
-    "temperature_celsius": 71,
-    "clock_mhz": 1725.0,
-    "throttled_share": 0.25,
-    "throttle_reasons": {"power limit": 0.25},
-    "cpu_percent": 130.2,
-    "host_ms_per_micro_batch": 12.3456,
-    "device_ms_per_micro_batch": 30.1,
-    "device_waits_share": 0.1,
-    "forward_share": 0.3,
-    "backward_share": 0.6,
-    "update_share": 0.1,
-    "mfu": 0.412,
-    "joules_per_sample": 0.5678,
-    "new_figure": 3.0,
-}
+USE = {"data_wait_share": 0.2, "cpu_percent": 130.2, "mfu": 0.412, "joules_per_sample": 0.5678, "new_figure": 3.0}
+USE |= {"gpu_percent": 91.4, "power_watts": 180.6, "temperature_celsius": 71, "clock_mhz": 1725.0}
+USE |= {"throttled_share": 0.25, "throttle_reasons": {"power limit": 0.25}}
+USE |= {"host_ms_per_micro_batch": 12.3456, "device_ms_per_micro_batch": 30.1, "device_waits_share": 0.1}
+USE |= {"forward_share": 0.3, "backward_share": 0.6, "update_share": 0.1}
 VERDICT = {"limit": "input-bound", "figure": "the loop waited 20% of the time for data", "next": "num_workers = 4"}
 HELD = {"weights": 0.5, "gradients": 0.0, "optimizer_state": 1.0, "masters": 0.0}
 ROWS = [*log_rows(20), eval_row(50, loss=1.0, f1=0.5), eval_row(100, loss=0.9, f1=0.4)]

@@ -220,9 +220,6 @@ def called(folder: Path, kind: str) -> list[Any]:
         source.write_text(json.dumps(rows))
     elif kind == "text":
         write_jsonl(source, [{"messages": json.dumps(row["messages"])} for row in rows])
-    elif kind == "parquet":
-        source = folder / "chat.parquet"
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source)
     else:
         write_jsonl(source, rows)
     found = read_conversations(read_all(source if isinstance(source, list) else str(source), None, ReadOptions()), ["messages"])
@@ -233,10 +230,6 @@ def called(folder: Path, kind: str) -> list[Any]:
 def test_arguments_are_those_of_the_file_with_its_nulls(kind: str, tmp_path: Path) -> None:
     """Arrow gives each object all keys of the column, in one order, and makes the integer 1 the float 1.0."""
     assert json.dumps(called(tmp_path, kind)) == json.dumps(ARGUMENTS)
-
-
-def test_parquet_has_no_nulls_in_arguments(tmp_path: Path) -> None:
-    assert called(tmp_path, "parquet") == [{"a": 1}, {"a": 2.5, "c": {}}]
 
 
 @pytest.mark.parametrize("other", ["objects", "text"])

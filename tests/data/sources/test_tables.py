@@ -58,12 +58,6 @@ def test_txt_file_is_one_row(tmp_path: Path) -> None:
     assert read_table(write(tmp_path / "a.txt", "one\r\n\r\ntwo\n")).to_pydict() == {"text": ["one\r\n\r\ntwo\n"]}
 
 
-def test_parquet_dictionary_column_is_read(tmp_path: Path) -> None:
-    table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode(), "label": [0, 1, 0]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert list(map(list, text_columns(read_rows(str(tmp_path / "a.parquet")), ["text"]))) == [["a", "b", "a"]]
-
-
 def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
     import datasets
 
