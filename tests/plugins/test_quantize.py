@@ -30,7 +30,7 @@ MODELS = {"llama": TINY_LLAMA, "gemma3": TINY_GEMMA}
 
 
 def job_of(folder: Path, config: dict[str, Any]) -> Any:
-    return tiny_job(folder / "data", "causal-lm", config=config, max_steps=4, learning_rate=1e-2)
+    return tiny_job(folder / "data", "causal-lm", config=config, max_steps=2, learning_rate=1e-2)
 
 
 def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
@@ -176,11 +176,11 @@ def test_quantize_without_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_plan_counts_weights_of_4_bits(tmp_path: Path) -> None:
-    """rtx3070_8gb_qlora, the config of Llama-2-7B with 8 of its 32 layers."""
+    """rtx3070_8gb_qlora, the config of Llama-2-7B with 2 of its 32 layers."""
     from hwopt import api
 
     config = (
-        "{ model_type = 'llama', vocab_size = 32000, hidden_size = 4096, num_hidden_layers = 8, num_attention_heads = 32, "
+        "{ model_type = 'llama', vocab_size = 32000, hidden_size = 4096, num_hidden_layers = 2, num_attention_heads = 32, "
         "intermediate_size = 11008, max_position_embeddings = 4096 }"
     )
     job = [f"model.config={config}", "task.kind=causal-lm", "data.train=none.txt", "data.max_length=512"]
@@ -192,7 +192,7 @@ def test_plan_counts_weights_of_4_bits(tmp_path: Path) -> None:
     memory = planned().memory
     assert memory.tier == "traced"
     assert memory.fits
-    linear, embedded = 8 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 32000 * 4096
+    linear, embedded = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 32000 * 4096
     assert memory.parts["weights"] * 2**30 == pytest.approx(0.516 * linear + 2 * embedded, rel=0.02)
 
 

@@ -35,7 +35,7 @@ STAGES = [(1, "none"), (3, "parameters")]  # other tests of this file train in s
 
 def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> Any:
     """(final weights, recorder) of a run with uneven micro-batches, a partial last step and evaluations."""
-    job = tiny_job(folder / "data", kind, samples=41, max_steps=8, eval_steps=3)
+    job = tiny_job(folder / "data", kind, samples=21, max_steps=4, eval_steps=3)
     tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
     plan = plan_for(tiny_profile(**tables, length_batching={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
     recorder = train_tiny(plan, folder / name)
