@@ -63,7 +63,7 @@ def sft(folder: Path) -> Any:
     return SFTConfig(str(folder), max_length=64, save_strategy="no", **QUIET, **own, **{switch: False})
 
 
-@pytest.mark.parametrize(("limit", "adapter"), [(150, False), (150, True), (None, True)])
+@pytest.mark.parametrize(("limit", "adapter"), [(150, True), (None, False)])
 def test_sft_trains_the_same(limit: int | None, adapter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from peft import LoraConfig
     from trl import SFTTrainer
@@ -121,8 +121,7 @@ def near(found: Any, wanted: Any) -> Any:
     return found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("limit", [None, 300])
-def test_pairs_of_dpo_are_split(limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_of_dpo_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trl import DPOConfig, DPOTrainer
 
     rows = data("prompt", "chosen", "rejected")
@@ -133,25 +132,26 @@ def test_pairs_of_dpo_are_split(limit: int | None, tmp_path: Path, capsys: pytes
         return train(cls, config, rows, limit, model=preference_model(tmp_path / "model"))
 
     plain, wanted = steps(DPOTrainer, "plain")
-    trainer, found = steps(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), "ours", limit)
-    assert farthest(found, wanted) < 1e-5
-    output = capsys.readouterr().out
-    assert "a step is split by length: the loss of DPOTrainer, sigmoid, is a mean over pairs" in output
-    assert "unlike in the unmodified script: entropy, logits/chosen, logits/rejected, mean_token_accuracy" in output
-    assert ("out of memory" in output) == (limit is not None)
-    for ours, theirs in zip(trainer.state.log_history[:-1], plain.state.log_history[:-1], strict=True):
-        same = [name for name in theirs if name.startswith(("rewards/", "logps/", "num_tokens"))]
-        assert len(same) == 7
-        assert all(near(ours[name], theirs[name]) for name in same)
+    for limit in (None, 300):
+        trainer, found = steps(hwopt.optimized(DPOTrainer, "cpu", **SPLIT), "ours", limit)
+        assert farthest(found, wanted) < 1e-5
+        output = capsys.readouterr().out
+        assert "a step is split by length: the loss of DPOTrainer, sigmoid, is a mean over pairs" in output
+        assert "unlike in the unmodified script: entropy, logits/chosen, logits/rejected, mean_token_accuracy" in output
+        assert ("out of memory" in output) == (limit is not None)
+        for ours, theirs in zip(trainer.state.log_history[:-1], plain.state.log_history[:-1], strict=True):
+            same = [name for name in theirs if name.startswith(("rewards/", "logps/", "num_tokens"))]
+            assert len(same) == 7
+            assert all(near(ours[name], theirs[name]) for name in same)
 
 
 def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: Path) -> None:
     from trl import DPOConfig, DPOTrainer
 
     config = DPOConfig(str(tmp_path), save_strategy="no", label_smoothing=0.1, **QUIET)
-    rows = data("prompt", "chosen", "rejected").select(range(6))
+    rows = data("prompt", "chosen", "rejected").select(range(3))
     trainer = DPOTrainer(preference_model(tmp_path / "m"), args=config, train_dataset=rows, processing_class=tokenizer())
-    batch = trainer.data_collator([trainer.train_dataset[number] for number in range(6)])
+    batch = trainer.data_collator([trainer.train_dataset[number] for number in range(3)])
     model = trainer.model.double().eval()
     trainer.ref_model.double()
 
@@ -165,7 +165,7 @@ def test_losses_of_pairs_on_the_list_add_up_whatever_the_weights_are(tmp_path: P
             found = additivity_of(trainer, False)
             assert (found.law, found.pairs) == ("rows", True)
             parts = micro_batches([batch], "rows", cut_in_order, 1, 0, pairs=True)
-            assert len(parts) == 6
+            assert len(parts) == 3
             assert sum(loss_of(part.inputs) * part.weight for part in parts) == pytest.approx(loss_of(batch), rel=1e-6)
         with torch.no_grad():
             for parameter in model.parameters():
