@@ -82,8 +82,8 @@ def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path
     for key in ("step", "loss", "eval_loss", "learning_rate"):
         assert logged(tmp_path / "run", key) == logged(uninterrupted / "run", key)
     ours, theirs = (json.loads((run / "run" / "summary.json").read_text()) for run in (tmp_path, uninterrupted))
-    measured = ("_runtime", "_per_second", "data_wait", "use", "peak_memory_gib")
-    assert ours.keys() == theirs.keys()
+    measured = ("_runtime", "_per_second", "data_wait", "use", "peak_memory_gib", "verdict")
+    assert ours.keys() - {"verdict"} == theirs.keys() - {"verdict"}, "a busy machine waits for data, or does not"
     compared = [key for key in ours if not key.endswith(measured)]
     assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
 
@@ -151,28 +151,28 @@ def test_resume_rejects_changed_frozen_weights(uninterrupted: Path, tmp_path: Pa
     base = tmp_path / "base"
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT))
     model.save_pretrained(base)
-    plan = make_plan(uninterrupted, {"save_steps": 6}, adapter={"always": True})
+    plan = make_plan(uninterrupted, {"save_steps": 2, "max_steps": 4}, adapter={"always": True})
     named = plan.job.model.model_copy(
         update={"name": str(base), "config": None, "tokenizer": str(uninterrupted / "run" / "final")}
     )
     plan = replace(plan, job=plan.job.model_copy(update={"model": named}))
     api.execute(plan, tmp_path / "run", cache=tmp_path / "cache")
-    again = rewound(tmp_path / "run", tmp_path / "again", 6)
+    again = rewound(tmp_path / "run", tmp_path / "again", 2)
     model.bfloat16().float().save_pretrained(base)
     api.execute(plan, again, cache=tmp_path / "cache", resume=True)
-    other = rewound(tmp_path / "run", tmp_path / "other", 6)
+    other = rewound(tmp_path / "run", tmp_path / "other", 2)
     torch.manual_seed(1)  # a run leaves torch's generator in the same state as the run before
     AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**TINY_BERT)).save_pretrained(base)
-    with pytest.raises(InputError, match=r"checkpoint-6: the frozen weights of model.name changed .* model\.revision"):
+    with pytest.raises(InputError, match=r"checkpoint-2: the frozen weights of model.name changed .* model\.revision"):
         api.execute(plan, other, cache=tmp_path / "cache", resume=True)
 
 
 def test_resume_rejects_another_method_and_reports_other_changes(uninterrupted: Path, tmp_path: Path) -> None:
     """Another scale of the same tensors changes the model; another number of workers does not."""
-    few, adapter = {"save_steps": 6}, {"always": True, "lora_alpha": 16}
+    few, adapter = {"save_steps": 2, "max_steps": 4}, {"always": True, "lora_alpha": 16}
     plan = make_plan(uninterrupted, few, adapter=adapter)
     api.execute(plan, tmp_path / "run", cache=uninterrupted / "cache")
-    again = rewound(tmp_path / "run", tmp_path / "again", 6)
+    again = rewound(tmp_path / "run", tmp_path / "again", 2)
     with pytest.raises(InputError, match=r"plugins\.adapter\.lora_alpha was 16 and is now 32.* Keep it"):
         api.execute(
             make_plan(uninterrupted, few, adapter=adapter | {"lora_alpha": 32}), again, cache=uninterrupted / "cache", resume=True
