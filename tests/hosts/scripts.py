@@ -71,7 +71,7 @@ class Log(TrainerCallback):
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
-    values: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 6}
+    values: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 4}
     values |= {"logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "remove_unused_columns": False, "use_cpu": True}
     values |= {"save_strategy": "no", "disable_tqdm": True}
     return kind(str(folder), **(values | changes))
@@ -84,6 +84,8 @@ def train(
     resume: str | None = None,
     limit: int | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    collate: Any = None,
+    data: Any = None,
     **changes: Any,
 ) -> tuple[Any, Steps]:
     """The trainer and its steps. A batch of more than `limit` tokens runs out of memory."""
@@ -95,9 +97,9 @@ def train(
     trainer = cls(
         model=model,
         args=args,
-        train_dataset=rows(),
+        train_dataset=rows() if data is None else data,
         eval_dataset=rows(16),
-        data_collator=lambda features: padded(features, classes=model.config.model_type not in ("llama", "t5")),
+        data_collator=collate or (lambda features: padded(features, classes=model.config.model_type not in ("llama", "t5"))),
         callbacks=[log, *callbacks],
     )
     trainer.train(resume_from_checkpoint=resume)
