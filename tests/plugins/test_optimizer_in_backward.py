@@ -169,7 +169,7 @@ def test_plan_refuses_a_step_of_several_micro_batches(tmp_path: Path) -> None:
 
 
 def test_forecast_has_no_gradients_beside_the_weights(tmp_path: Path) -> None:
-    wide = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    wide = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
     tables = {"sdpa": {}, "batch": {"train": 1}, "optimizer": {"name": "adamw_torch_fused"}}
     usual, in_backward = (
         plan_memory(plan_with(tmp_path, tables | more, "causal-lm", config=wide, hardware=detect()), tmp_path / "cache")
