@@ -12,7 +12,6 @@ from event_calls import calling
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_cases import Cases, Chosen, Mutation, Part, Refused
-from safetensors.torch import load_file
 
 import hwopt_plugins.pack.collate
 from hwopt.data.batches.collate import Collate, cut_in_order
