@@ -139,6 +139,7 @@ def compute_loss_of_plan(run: ScriptRun) -> None:
         run.leave_out({"loss": why})
         return
     compute_loss_in(model, recipe.loss, recipe, run)
+    run.below_loss = model.base_model  # the loss changes the model in each call, which a compiled graph cannot
     changes.seen()
     run.stack.callback(changes.undo)
 

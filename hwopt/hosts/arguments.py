@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import datasets
+import numpy as np
 from accelerate.state import AcceleratorState, PartialState
 
 from hwopt.config.aliases import plugin_aliases
@@ -83,9 +84,15 @@ def mean_tokens(dataset: Any) -> float | None:
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom" or not len(dataset):
         return None
     few = dataset.select(range(0, len(dataset), max(1, len(dataset) // SAMPLED))).with_format(None)
-    if "attention_mask" in few.column_names:
-        return sum(map(sum, few["attention_mask"])) / len(few)
-    return sum(map(len, few["input_ids"])) / len(few) if "input_ids" in few.column_names else None
+    for name, tokens in (("attention_mask", sum), ("input_ids", len)):
+        if name in few.column_names and not has_choices(few[0][name]):
+            return float(sum(map(tokens, few[name])) / len(few))
+    return None
+
+
+def has_choices(tokens: Any) -> bool:
+    """Whether the `tokens` of a row are several texts, as for a multiple choice."""
+    return np.ndim(tokens[:1]) > 1
 
 
 def apply_plan(plan: Plan, args: Any, named: bool) -> list[str]:

@@ -55,6 +55,13 @@ def rows_of(batch: Any) -> int | None:
     return counts.pop() if len(counts) == 1 and -1 not in counts else None
 
 
+def unsliceable(batch: Any) -> str:
+    """The first value of `batch` that cannot be sliced by rows."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    names = (name for name, value in named if not isinstance(value, Tensor) or not value.ndim or name.startswith(MEDIA))
+    return next(map(repr, names), "a value")
+
+
 def lengths_of(batch: Batch) -> list[int]:
     """The columns that each row needs: up to its last token, which the attention mask names."""
     if not is_padded(batch):
@@ -72,6 +79,17 @@ def is_padded(batch: Batch) -> bool:
     """Whether columns on the right can be taken from `batch` and added to it: the mask says which are padding."""
     mask = batch.get("attention_mask")
     return isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape and mask.ndim > 1 and known_columns(batch)
+
+
+def why_not_padded(batch: Batch, pad_id: int | None) -> str:
+    """Why batches such as `batch` cannot be padded to a few fixed widths; "" if they can."""
+    if pad_id is None:
+        return "no pad token is known"
+    if "input_ids" not in batch or not is_padded(batch):
+        return "not all values are known to have a column for each token"
+    width = batch["input_ids"].shape[-1]
+    other = next((key for key, value in batch.items() if value.ndim > 1 and value.shape[-1] != width), None)
+    return f"{other!r} is not as wide as input_ids" if other else ""
 
 
 def labels_of(batch: Batch, shifted: bool) -> list[int]:

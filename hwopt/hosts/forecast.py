@@ -22,7 +22,7 @@ from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import HwoptError
 from hwopt.hardware.device import GIB, Hardware
-from hwopt.hosts.arguments import script_of
+from hwopt.hosts.arguments import has_choices, script_of
 from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
 from hwopt.hosts.script_plan import NAME, described_model, plan_for, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
@@ -232,8 +232,9 @@ def job_with(config: Any, kind: str) -> JobFile:
 
 
 def rows_lengths(dataset: Any, args: Any) -> list[int]:
-    """The tokens of each row of `dataset`, at most `max_length` of `args`; [] if it has no `input_ids`."""
-    if "input_ids" not in (getattr(dataset, "column_names", None) or next(iter(dataset or ()), {})):
+    """The tokens of each row of `dataset`, at most `max_length` of `args`; [] if it has no `input_ids`, or several in a row."""
+    row: Mapping[str, Any] = next(iter(dataset or ()), {})
+    if "input_ids" not in row or has_choices(row["input_ids"]):
         return []
     limit = getattr(args, "max_length", None) or sys.maxsize
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":  # a list for each row would take long

@@ -23,7 +23,6 @@ TRAINER_LACKS: dict[str, str] = {
     "masters": "your Trainer clips the gradients of the weights that it knows, not of fp32 masters",
     "scaler": "Accelerate makes the loss scaler",
     "engine": "your Trainer owns the backward pass, clipping and the update",
-    "prepared_steps": "your collator pads the batches; set torch_compile = True in your arguments for a compiled model",
     "state": "your Trainer's checkpoints have no place for it",
     "final_steps": "the model that is saved is yours",
     "events['on_gradients']": "your Trainer clips before anybody sees the gradients",
@@ -34,7 +33,7 @@ SCRIPT_LACKS = {
     "loss": "your script computes the loss from the model's logits",
     "trainer": "the model that is saved is yours; pass a prepared model",
     "forward_backward": "your script owns the forward and the backward pass",
-    "prepared_steps": "your collator pads the batches",
+    "prepared_steps": "your loop calls the model with batches of any width",
     "batch['widths']": "your collator pads the batches",
     "loader": "your script makes the DataLoader",
     "order": "your script's sampler orders the rows",
@@ -49,7 +48,7 @@ OWN_PARTS_LACK = {
     "trainer": "the model that is saved is yours",
 }
 """The same for a user's own module in hwopt's loop."""
-STEP_FIELDS = ("cut", "batch['train']", "forward_backward")  # what splits a step, and computes its parts
+STEP_FIELDS = ("cut", "batch['train']", "batch['widths']", "forward_backward")  # what splits a step, and computes its parts
 ENGINE_FIELDS: tuple[str, ...] = (*STEP_FIELDS, "accelerator['mixed_precision']", "model_steps", "prepared_steps")
 ENGINE_FIELDS += ("optimizer", "optimizer_wraps", "loss", "trainer")
 """What DeepSpeed, FSDP and Megatron do themselves."""
@@ -91,6 +90,8 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found["forward_backward"] = passes
     if loss := own_loss(trainer, args, given):
         found["loss"] = loss
+    if args.torch_compile:
+        found["prepared_steps"] = HostSets("torch_compile = True of your arguments compiles the model")
     if any(cls.__name__ in GENERATING for cls in trainer.__mro__):
         found |= dict.fromkeys(STEP_FIELDS, "the trainer makes its rows inside the step")
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -128,6 +129,8 @@ class ScriptRun(PlannedRun):
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing = ExitStack()
+        self.below_loss: Any = None  # the part of the model that computes no loss, where a plugin's loss is in the model
+        self.compiled: dict[torch.nn.Module, Any] = {}  # a module that the plan compiled -> its compiled call
         self.stack = ExitStack()  # what ends with `process`
         self.backoff = OomBackoff("Training", plan.batch_option("train"), self.warn, last_resorts=last_resorts(self))
         if device.type == "mps":
@@ -190,11 +193,32 @@ class ScriptRun(PlannedRun):
                 self.say(f"skip     {new.name}: {new.reason}")
         self.plan = replace(self.plan, entries=entries)
 
+    def take_prepared_steps(self) -> None:
+        """The plan's steps for a prepared model. What they compile is compiled in training steps alone: others have any width."""
+        applied = {self.recipe.named(entry.author) for entry in self.plan.applied()}
+        with mock.patch.object(self, "inner_model", self.below_loss or self.inner_model):
+            for step in self.recipe.prepared_steps:
+                if getattr(step, "who", "") in applied:
+                    step(self)
+        if compiled := [module for module in self.inner_model.modules() if module._compiled_call_impl is not None]:
+            self.compiled = {module: module._compiled_call_impl for module in compiled}
+            self.stack.callback(self.compiled.clear)
+            self.stack.callback(self.call_compiled, False)
+
+    def call_compiled(self, within: bool) -> None:
+        """Let the modules that the plan compiled be called compiled, or as they were."""
+        for module, present in self.compiled.items():
+            if within:
+                module._compiled_call_impl = present
+            else:
+                self.compiled[module], module._compiled_call_impl = module._compiled_call_impl, None
+
     def begin_step(self) -> None:
         if not self.began:
             self.began = True
             release_unused_memory()  # what loading and quantizing the model left in the allocator
         self.recipe.events.on_step_begin(self)
+        self.call_compiled(True)
         if self.step in (0, self.total_steps - 1):
             self.observe()
 
@@ -217,6 +241,7 @@ class ScriptRun(PlannedRun):
             self.steps.append(self.last_step_batch)
         if self.step in (1, self.total_steps):
             self.collect()
+        self.call_compiled(False)
 
     def collect(self) -> None:
         """Collect the evidence of every plugin, and warn of plugins that are not active any more."""

@@ -93,8 +93,6 @@ class Session:
         self.optimizers.append(optimizer)
         if self.run.optimizer is None:
             self.run.optimizer = optimizer
-            for step in self.run.recipe.prepared_steps:
-                step(self.run)
         self.stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
 
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:

@@ -259,8 +259,6 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
             run.scheduler, run.scaler, optimizer = objects.get("lr_scheduler"), trainer.accelerator.scaler, objects["optimizer"]
             run.optimizer = getattr(optimizer, "optimizer", optimizer)
             run.step, run.total_steps = state.global_step, state.max_steps
-            for step in run.recipe.prepared_steps:
-                step(run)
             run.listener.on_start(run)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

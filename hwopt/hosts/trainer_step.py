@@ -19,7 +19,17 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import DoesNotFitError
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
-from hwopt.hosts.collated import MEDIA, Batch, CollatedPart, as_pairs, ignores_rows, labels_in, micro_batches, rows_of
+from hwopt.hosts.collated import (
+    Batch,
+    CollatedPart,
+    as_pairs,
+    ignores_rows,
+    labels_in,
+    micro_batches,
+    rows_of,
+    unsliceable,
+    why_not_padded,
+)
 from hwopt.hosts.limits import STEP_FIELDS, unknown_part
 from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
@@ -137,10 +147,11 @@ class TrainerStep:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
+        self.run.take_prepared_steps()
         self.run.observe()  # with hooks in the model, which are not the user's
 
     def _wrap_passes(self, model: Any) -> None:
-        """Let the plan's plugin wrap the passes of a micro-batch, if they are operators of the device alone."""
+        """Find the widths of micro-batches. Let the plan's plugin wrap passes that are operators of the device alone."""
         run, wrap, widths = self.run, self.run.recipe.forward_backward, self.run.batch.widths
         if wrap is not None:
             if part := unknown_part(inner(model)) or ("additive is yours" if self.additive is not None else ""):
@@ -148,6 +159,9 @@ class TrainerStep:
                 widths = ()
             else:
                 run.forward_backward = wrap(run, self.passes)
+        elif widths and (why := why_not_padded(self.batches[0], self._pad_id)):
+            run.leave_out({"batch['widths']": f"the batches have any width: {why}"})
+            widths = ()
         self.widths = Widths(widths, run.batch.pad_to_multiple_of)
 
     def _sums(self, numbers: Sequence[float]) -> list[float]:
@@ -269,13 +283,6 @@ class TrainerStep:
     @property
     def _pinned(self) -> bool:
         return bool(getattr(self.run.train_loader, "pin_memory", False)) and self.run.device.type != "cpu"
-
-
-def unsliceable(batch: Any) -> str:
-    """The first value of `batch` that cannot be sliced by rows."""
-    named = batch.items() if isinstance(batch, Mapping) else ()
-    names = (name for name, value in named if not isinstance(value, Tensor) or not value.ndim or name.startswith(MEDIA))
-    return next(map(repr, names), "a value")
 
 
 def own_values(values: Any, *args: Any, **options: Any) -> Any:

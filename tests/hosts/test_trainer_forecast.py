@@ -14,6 +14,7 @@ from transformers import Trainer
 
 import hwopt
 from hwopt.hardware.device import GIB, Hardware, described
+from hwopt.hosts.arguments import mean_tokens
 from hwopt.hosts.forecast import Fit, forecast_of_trainer, rows_lengths, with_own_memory
 
 CARD = described("Tesla T4", (7, 5), 15.0)
@@ -34,12 +35,16 @@ def transformed(batch: Any) -> Any:
     raise AssertionError("the forecast runs a transform of the user")
 
 
-@pytest.mark.parametrize("data", [Stream(), Dataset.from_list(rows()).with_transform(transformed), None])
+CHOICES = Dataset.from_list([{"input_ids": [[1, 2, 3], [4]], "attention_mask": [[1, 1, 1], [1]]}])
+
+
+@pytest.mark.parametrize("data", [Stream(), Dataset.from_list(rows()).with_transform(transformed), CHOICES, None])
 def test_rows_that_are_not_stored_are_not_read_and_no_length_is_guessed(data: Any, tmp_path: Path) -> None:
     full = replace(CARD, free_memory_gib=0.0)
     found = forecast_for(arguments(tmp_path), data, full)
     assert found.fits is None
     assert "how many tokens a row has is not known" in found.why
+    assert mean_tokens(data) is None
 
 
 def test_lengths_of_stored_rows_follow_their_order(tmp_path: Path) -> None:
