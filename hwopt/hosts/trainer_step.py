@@ -30,7 +30,7 @@ from hwopt.hosts.collated import (
     unsliceable,
     why_not_padded,
 )
-from hwopt.hosts.limits import STEP_FIELDS, unknown_part
+from hwopt.hosts.limits import STEP_FIELDS, cached_rows, unknown_part, what_helps
 from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.text import first_line, listing
@@ -120,8 +120,7 @@ class TrainerStep:
                     raise
                 raise DoesNotFitError(
                     f"a batch of {args.per_device_train_batch_size} rows does not fit, and it is not split: "
-                    f"{self.law.reason if self.law else ''}. Lower per_device_train_batch_size and raise "
-                    f"gradient_accumulation_steps, or set gradient_checkpointing = True ({first_line(error)})"
+                    f"{self.law.reason if self.law else ''}. {what_helps(self.trainer)} ({first_line(error)})"
                 ) from error
         if self._left:
             return torch.zeros((), device=self.trainer.args.device)
@@ -147,6 +146,8 @@ class TrainerStep:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
+            if rows_at_once := cached_rows(self.trainer):
+                self.run.say(f"{rows_at_once} stays: hwopt does not forecast the memory of such a loss")
         self.run.take_prepared_steps()
         self.run.observe()  # with hooks in the model, which are not the user's
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, padded, reset, rows, t5, train
+from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, memory_of, padded, reset, rows, t5, train
 from hosts.test_trl import tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
@@ -304,29 +305,52 @@ def test_encoder_decoder_in_seq2seq_trainer(tmp_path: Path) -> None:
     assert all(len(step.sizes) > 2 for step in trainer._run.steps)
 
 
-def test_in_batch_negatives_of_sentence_transformers_stay_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.sentence_transformer import losses, modules
+@pytest.mark.parametrize("kind", ["in-batch", "cached", "cross-encoder"])
+def test_losses_of_sentence_transformers_stay_whole(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sentence_transformers import CrossEncoder, SentenceTransformer, cross_encoder, sentence_transformer
 
-    bert().bert.save_pretrained(tmp_path / "model")
+    pair = kind == "cross-encoder"
+    place = cross_encoder if pair else sentence_transformer
+    config = bert().config
+    config.num_labels = 1
+    (BertForSequenceClassification(config) if pair else bert().bert).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    data = Dataset.from_list([{"anchor": f"w{number}", "positive": f"w{number} w{number % 7}"} for number in range(64)])
+    labels = [{"label": number % 2.0} if pair else {} for number in range(64)]
+    texts = [{"anchor": f"w{number}", "positive": f"w{number} w{number % 7}"} for number in range(64)]
+    data = Dataset.from_list([text | label for text, label in zip(texts, labels, strict=True)])
+    name = "CrossEncoderTrainer" if pair else "SentenceTransformerTrainer"
 
-    def steps(cls: Any, folder: Path) -> Steps:
+    def steps(make: Any, folder: Path, limit: int | None = None) -> Steps:
         reset()
-        parts = modules.Transformer(str(tmp_path / "model")), modules.Pooling(32)
-        model, log = SentenceTransformer(modules=parts, device="cpu"), Log()
-        args = arguments(folder, SentenceTransformerTrainingArguments)
-        loss = losses.MultipleNegativesRankingLoss(model)
-        cls(model=model, args=args, train_dataset=data, loss=loss, callbacks=[log]).train()
+        parts = sentence_transformer.modules
+        if pair:
+            model: Any = CrossEncoder(str(tmp_path / "model"), num_labels=1, device="cpu")
+            loss: Any = cross_encoder.losses.BinaryCrossEntropyLoss(model)
+        else:
+            transformer, pooling = parts.Transformer(str(tmp_path / "model")), parts.Pooling(32)
+            model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+            loss = sentence_transformer.losses.MultipleNegativesRankingLoss(model)
+            if kind == "cached":
+                loss = sentence_transformer.losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+        if limit is not None:
+            model.register_forward_pre_hook(lambda _, inputs: memory_of(limit)(None, None, inputs[0]))
+        args = arguments(folder, getattr(place, f"{name.removesuffix('Trainer')}TrainingArguments"))
+        cls = make(getattr(place, name))
+        cls(model=model, args=args, train_dataset=data, loss=loss, callbacks=[log := Log()]).train()
         return log.steps
 
-    wanted = steps(SentenceTransformerTrainer, tmp_path / "plain")
-    found = steps(hwopt.optimized(SentenceTransformerTrainer, "cpu", **SPLIT), tmp_path / "ours")
-    assert farthest(found, wanted) < CLOSE
+    def ours(cls: Any) -> Any:
+        return hwopt.optimized(cls, "cpu", **SPLIT)
+
+    assert farthest(steps(ours, tmp_path / "ours"), steps(lambda cls: cls, tmp_path / "plain")) < CLOSE
     output = capsys.readouterr().out
-    assert "a step is not split: " in output
+    assert f"a step is not split: {name} computes a loss of its own" in output
     assert "active   sdpa" in output
+    rows_at_once = "mini_batch_size = 4 of CachedMultipleNegativesRankingLoss"
+    assert (f"{rows_at_once} stays" in output) == (kind == "cached")
+    if kind == "cached":
+        with pytest.raises(DoesNotFitError, match=f"Lower {rows_at_once}, or set gradient_checkpointing"):
+            steps(ours, tmp_path / "ours", limit=1)
 
 
 def test_batch_without_a_label_leaves_the_logged_loss(tmp_path: Path) -> None:
