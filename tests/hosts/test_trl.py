@@ -194,28 +194,37 @@ def test_reward_model_with_margins_is_split(tmp_path: Path) -> None:
     assert all(near(ours[name], theirs[name]) for ours, theirs in logs for name in ("accuracy", "margin", "mean_reward"))
 
 
-@pytest.mark.parametrize("name", ["KTO", "GRPO"])
+@pytest.mark.filterwarnings(
+    "ignore:.*remove_unused_columns=False:UserWarning", "ignore:You are importing from 'trl.exp:UserWarning"
+)
+@pytest.mark.parametrize("name", ["KTO", "GRPO", "ORPO"])
 def test_loss_over_a_batch_and_rows_made_in_the_step_stay_whole(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import trl
 
-    rows = data("prompt", "completion").add_column("label", [number % 3 > 0 for number in range(64)])
+    if name == "ORPO":
+        from trl.experimental import orpo as package
+
+        rows = data("prompt", "chosen", "rejected")
+    else:
+        package = trl
+        rows = data("prompt", "completion").add_column("label", [number % 3 > 0 for number in range(64)])
 
     def steps(cls: Any, folder: str) -> tuple[Any, Steps]:
         more: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 4}
         if name == "GRPO":
             more |= {"num_generations": 4, "max_completion_length": 4}
             cls = partial(cls, reward_funcs=lambda completions, **_: [float(len(set(each))) for each in completions])
-        config = partial(getattr(trl, f"{name}Config"), str(tmp_path / folder), save_strategy="no", **(QUIET | more))
+        config = partial(getattr(package, f"{name}Config"), str(tmp_path / folder), save_strategy="no", **(QUIET | more))
         model = preference_model(tmp_path / "model")
         torch.manual_seed(0)
         return train(cls, config, rows, model=model)
 
-    cls = getattr(trl, f"{name}Trainer")
+    cls = getattr(package, f"{name}Trainer")
     _, wanted = steps(cls, "plain")
     trainer, found = steps(hwopt.optimized(cls, "cpu", **SPLIT), "ours")
     assert farthest(found, wanted) == 0
-    reason = "KTOTrainer computes a loss of its own" if name == "KTO" else "the trainer makes its rows inside the step"
+    reason = "the trainer makes its rows inside the step" if name == "GRPO" else f"{name}Trainer computes a loss of its own"
     assert f"skip     batch: {reason}" in capsys.readouterr().out.replace("a step is not split: ", "")
     assert {"optimizer", "sdpa"} <= {entry.name for entry in trainer._run.plan.applied()}
