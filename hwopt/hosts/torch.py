@@ -232,7 +232,7 @@ def planned(
     refuse_prepared(model)
     if additive and (problem := rows_meet(model)):
         raise InputError(f"additive = {additive!r}: {problem}, so a batch cannot be split; leave additive out")
-    lacks = SCRIPT_LACKS | ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | script.pop("lacks", {})
+    lacks = ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | SCRIPT_LACKS | script.pop("lacks", {})
     return plan_for(model, profile, Script(rows, rows, {}, lacks=lacks, **script), plugins, strict)
 
 

@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
 BEGIN, END = "<!-- plugins in each host -->\n", "<!-- end -->"
 HOSTS = {
     "`optimized`": TRAINER_LACKS,
-    "`Accelerator`, `session`": SCRIPT_LACKS | dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE),
+    "`Accelerator`, `session`": dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE) | SCRIPT_LACKS,
     "`train(model=…)`": OWN_PARTS_LACK,
     "`apply`": MODEL_LACKS,
     "`hwopt run`": {},
