@@ -61,6 +61,7 @@ def test_training_steps_alone_are_compiled(
     assert saved[0].keys() == saved[1].keys()
 
 
+@pytest.mark.integration
 def test_compiled_graphs_are_called_and_counted(tmp_path: Path) -> None:
     _, wanted = train(Trainer, tmp_path / "plain", max_steps=1)
     ours = hwopt.optimized(Trainer, "cpu", compile={"scope": "block", "widths": [64]}, **SPLIT)
