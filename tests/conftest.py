@@ -31,17 +31,12 @@ tracing_process.IDLE_SECONDS = 3600.0  # tests that trace are far apart, and the
 for _name in NOISY:
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-PREPARED = pytest.StashKey[ExitStack]()
+PREPARED = ExitStack()
+PREPARED.enter_context(surroundings.prepared(ON_CARD))  # before the conftest.py of a folder imports torch, which reads variables
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Set the environment before a test module is collected: torch reads some variables when it is imported."""
-    config.stash[PREPARED] = stack = ExitStack()
-    stack.enter_context(surroundings.prepared(ON_CARD))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[PREPARED].close()
+def pytest_unconfigure() -> None:
+    PREPARED.close()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
