@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 CHUNK_BYTES = 1 << 22
 ABANDONED_SECONDS = 7 * 86_400.0
-"""Age of chunks that no process will continue: the job was changed or given up."""
+"""The age from which on chunks are taken for those of a job that will not run again."""
 
 
 @contextmanager
@@ -38,9 +38,10 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def only_process(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block of the same `folder` of chunks; remove the folder at the end.
+    """Wait until no other process is in such a block of the same `folder` of chunks. Remove the folder at the end.
 
-    A process that is killed or fails leaves it to the next one. Folders that nobody came back to are removed too.
+    If the process fails or is killed, the folder stays for the next one. Other folders that are older than `ABANDONED_SECONDS`
+    are removed too.
     """
     lock = FileLock(folder.with_suffix(".lock"), is_singleton=False)
     with writing_cache(folder):
@@ -56,7 +57,7 @@ def only_process(folder: Path) -> Iterator[None]:
 
 
 def modified(path: Path) -> float:
-    """When `path` was changed, in seconds since 1970; now if it does not exist any more."""
+    """The time of the last change of `path`, in seconds since 1970; the present time if `path` does not exist any more."""
     try:
         return path.stat().st_mtime
     except OSError:
