@@ -8,7 +8,8 @@ and its type are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from hwopt.tasks.metrics import GatheredMetrics
 from hwopt.tasks.prepared import IGNORED
+from hwopt.text import truncate
 
 ROW_END = -1  # between the words of two samples, in both predictions and targets
 
@@ -39,6 +41,28 @@ def tag_for_seqeval(tag: str, starts: bool = False) -> str:
     if letter in (".", "O") and (dash or not kind):
         return "O"
     return f"{letter}-{kind or '_'}" if letter in ("B", "I", "E", "S") else f"I-{tag}"
+
+
+def misplaced_tags(rows: Sequence[Sequence[str]], place: Callable[[int], str]) -> list[str]:
+    """A line that names tags such as "I-PER" behind "O", where most entities begin with a "B-"; empty without such tags.
+
+    `place`: of the row with a number. Files in which "B-" only separates neighbours (IOB1) have none.
+    """
+    known = sorted({tag for tags in rows for tag in tags})
+    read = dict(zip(known, tags_for_seqeval(known), strict=True))
+    found, begun = list[str](), 0
+    for row, tags in enumerate(rows):
+        for before, tag in pairwise(["O", *tags]):
+            begins = read.get(before, "O")[0] not in "BI" or read.get(before, "O")[1:] != read[tag][1:]
+            begun += begins and read[tag][0] in "BS"
+            if begins and read[tag][0] in "IE" and read[tag][1:] == tag[1:]:
+                found.append(f"{place(row)}: {truncate(tag)} after {truncate(before)}" if not found else "")
+    if not found or len(found) > begun:
+        return []
+    return [
+        f"{len(found):,} tags continue an entity that has not begun, the first one in {found[0]}. The metrics count an entity "
+        "from there. Write 'B-' for the first word of an entity"
+    ]
 
 
 class EntityMetrics(GatheredMetrics):

@@ -120,6 +120,8 @@ class TokenClassification(Classes, LabelledTexts):
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
         """The tags that occur, in the order of the model or the data set, else sorted."""
+        from hwopt.tasks.entity_metrics import misplaced_tags
+
         column = present(rows.table, job.data.label[0], TAG_COLUMNS)
         names = label_order([tag for tags in samples.labels for tag in tags], class_names(rows.table, column), config)
         if len(names) == 1:
@@ -127,7 +129,7 @@ class TokenClassification(Classes, LabelledTexts):
         numbers = (
             f"every tag of {column!r} is a number: the metrics count each as an entity. Write 'O' for the tag of other words"
         )
-        return Named(names, (numbers,) if numbers_of(names) else ())
+        return Named(names, (numbers,) if numbers_of(names) else tuple(misplaced_tags(samples.labels, samples.places.at)))
 
     def store(self, samples: Samples, trained: Trained, cache: Path, seed: int | None = None) -> TokenStore:
         words, tags, names, limit = samples.columns[0], samples.labels, trained.label_names, trained.limit

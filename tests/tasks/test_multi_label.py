@@ -73,6 +73,15 @@ def test_comma_in_a_name_makes_no_sets_of_labels(cells: list[str], several: bool
     assert isinstance(found, str) != several
 
 
+@pytest.mark.parametrize(("name", "several"), [("answers", False), ("answers.text", False), ("topics", True)])
+def test_answers_to_questions_are_no_labels_however_few_differ(name: str, several: bool) -> None:
+    """A file of SQuAD has the lists `answers.text`."""
+    names = [["Rome"], ["Oslo"], ["Rome"], ["Lima"]]
+    table = pa.table({"context": [f"a city of {number}" for number in range(24)], name: names * 6})
+    assert isinstance(MultiLabel.recognise(table, chosen=False), str) != several
+    assert not isinstance(MultiLabel.recognise(table, chosen=True), str), "the user says what they are"
+
+
 @pytest.mark.parametrize("values", [(0, 1), ("0", "1"), (False, True), ("false", "True"), (0.0, 1.0)])
 def test_labels_are_columns_of_0_and_1(values: tuple[Any, Any], tmp_path: Path) -> None:
     rows = [{"text": "t", **{name: values[flag] for name, flag in zip("abc", row, strict=True)}} for row in ARRAY]

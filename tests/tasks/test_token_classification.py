@@ -103,6 +103,30 @@ def test_tags_that_make_no_entities_are_named(tmp_path: Path) -> None:
     assert "'B-X' and 'b-x'" in prepare(tmp_path, alike).notes[0]
 
 
+@pytest.mark.parametrize(
+    ("tags", "named"),
+    [
+        ("B-PER I-PER O I-LOC", "rows.jsonl:3: 'I-LOC' after 'O'"),
+        ("B-PER I-LOC O O", "rows.jsonl:3: 'I-LOC' after 'B-PER'"),
+        ("B-PER E-PER E-PER O", "rows.jsonl:3: 'E-PER' after 'E-PER'"),
+        ("U-LOC B-PER I-PER L-PER", None),
+        ("B-PER PER NOUN X-NOUN", None),
+    ],
+)
+def test_tags_that_continue_no_entity_are_named(tags: str, named: str | None, tmp_path: Path) -> None:
+    """seqeval counts an entity from there."""
+    notes = prepare(tmp_path, [*ROWS, {"tokens": ["a", "b", "c", "d"], "tags": tags.split()}]).notes
+    found = [note for note in notes if "1 tags continue an entity that has not begun" in note]
+    assert len(found) == (named is not None)
+    assert named is None or named in found[0]
+
+
+@pytest.mark.parametrize("tags", ["I-PER B-PER O I-LOC", "I-PER I-PER O I-LOC"], ids=["IOB1", "no beginnings"])
+def test_tags_without_a_letter_for_each_beginning_are_not_named(tags: str, tmp_path: Path) -> None:
+    notes = prepare(tmp_path, [{"tokens": ["a", "b", "c", "d"], "tags": tags.split()}] * 3).notes
+    assert not [note for note in notes if "begun" in note]
+
+
 def test_bad_sentences_are_named(tmp_path: Path) -> None:
     bad = [{"tokens": ["a", "b"], "tags": ["O"]}, {"tokens": [], "tags": []}, {"tokens": ["a"], "tags": [None]}]
     prepared = prepare(tmp_path, [*ROWS * 50, *bad])

@@ -95,6 +95,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, head: Head, device: torch.device, *, 
         tokenizer = SimpleNamespace(pad_token_id=0)
         names = tuple(str(number) for number in range(head.labels))
         rows = cast(Any, range(plan.batch.step))
+        weights = None if plan.job.task.class_weights is None else (1.0,) * head.labels  # their values depend on the data
         run = Run(
             plan=replace(plan, recipe=recipe),
             folder=Path(),
@@ -103,7 +104,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, head: Head, device: torch.device, *, 
             rank=0,
             world_size=1,
             accelerator=accelerator,
-            prepared=Prepared(rows, None, tokenizer, names),
+            prepared=Prepared(rows, None, tokenizer, names, class_weights=weights),
         )
         adopt_model(run, dummy_model(run, head.new_tokens))
         build_optimizer(run)
