@@ -20,11 +20,13 @@ LARGER = names("accuracy accuracies acc f1 precision recall auc mcc bleu sacrebl
 
 
 def total_steps(view: View, facts: Facts) -> int | None:
-    """Optimizer steps of the run, if the file or the data's size says it."""
+    """Optimizer steps of the run, if the file or the data's size says it; how many packed rows hold the data is not known."""
     if (steps := view.number("max_steps")) is not None and steps > 0:
         return int(steps)
     epochs, rows = view.number("num_train_epochs"), view.effective_rows
-    return None if epochs is None or rows is None or facts.rows is None else int(epochs * ceil(facts.rows / rows))
+    if epochs is None or rows is None or facts.rows is None or view.is_on("packing"):
+        return None
+    return int(epochs * ceil(facts.rows / rows))
 
 
 @rule("warmup-share", "warning", words=("warmup_ratio", "warmup_steps"), source="notes.md#rtx-3070-64-rows: 3-10 %")
