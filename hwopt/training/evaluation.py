@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,7 +111,7 @@ class Evaluation:
     def _evaluate_batch(self, batch: StepBatch, metrics: Any) -> None:
         """Add every row of `batch` to `metrics` once. Ranks that meet within a batch share one rung and never retry."""
         run = self.run
-        forward = Forward(run.inner_model, run.evaluation_loss, metrics, run.heartbeat)
+        forward = Forward(run.inner_model, run.evaluation_loss, metrics, run.heartbeat, run.accelerator.autocast)
         if run.engine.supports_retry:
             add_batch(forward, batch, self.backoff, f"after step {run.step}", run.forward_backward.free)
         else:
@@ -127,6 +127,8 @@ class Forward:
     loss: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Any]]
     metrics: Any
     heartbeat: Callable[[], None] = lambda: None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The block in which texts are generated: `generate` calls parts of the model below the forward that Accelerate wraps."""
 
     def rows(self, batch: StepBatch, rung: int, first_row: int = 0) -> Iterator[int]:
         """Add `batch` micro-batch by micro-batch from `first_row` on; yields the number of rows done."""
@@ -135,7 +137,8 @@ class Forward:
             outputs = self.model(**micro_batch.inputs)
             if not batch.step.weightless:
                 if isinstance(self.metrics, RougeMetrics):
-                    self.metrics.generate(self.model, micro_batch.inputs, micro_batch.targets)
+                    with self.autocast():
+                        self.metrics.generate(self.model, micro_batch.inputs, micro_batch.targets)
                 loss, count = self.loss(outputs, micro_batch.targets)
                 self.metrics.update(outputs, micro_batch.targets, loss, count)
             yield micro_batch.end_row
@@ -264,6 +267,6 @@ class GeneratedSamples:
         if isinstance(encoded, str):
             raise ValueError(encoded)
         inputs = {key: tensor.to(run.device) for key, tensor in generator.batch([encoded], 1).items()}
-        with torch.no_grad(), evaluating(run):
+        with torch.no_grad(), evaluating(run), run.accelerator.autocast():
             ((text,),) = generator.predict(inputs)
         return str(text)

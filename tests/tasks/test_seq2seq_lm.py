@@ -58,6 +58,13 @@ def write_pairs(path: Path, number: int, seed: int = 0) -> Path:
     return path
 
 
+def test_rouge_of_an_adapter_over_half_weights(tmp_path: Path) -> None:
+    """The encoder is called by generate(), outside the forward that computes under autocast."""
+    plugins = {"adapter": {"kind": "lora", "always": True}, "precision": {"dtype": "bf16"}}
+    train_tiny(planned(tmp_path, TINY_BART, plugins=plugins, task={"rouge": True}, max_steps=2), tmp_path)
+    assert "rougeL" in json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1].replace("eval_", ""))
+
+
 def test_pairs_to_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands that a user types."""
     monkeypatch.chdir(tmp_path)

@@ -12,11 +12,11 @@ from hwopt.testing import Recorder, plan_for, saved_bits, tiny_job, tiny_profile
 from hwopt.training import evaluation
 
 
-def run(folder: Path, prompts: list[str]) -> Recorder:
+def run(folder: Path, prompts: list[str], **plugins: Any) -> Recorder:
     data = {"sample_prompts": prompts}
     job = tiny_job(folder / "data", "causal-lm", max_steps=4, eval_steps=2, save_steps=4, data=data)
     recorder = Recorder()
-    api.execute(plan_for(tiny_profile(), job), folder / "run", recorder, cache=folder / "cache")
+    api.execute(plan_for(tiny_profile(**plugins), job), folder / "run", recorder, cache=folder / "cache")
     return recorder
 
 
@@ -28,6 +28,14 @@ def test_samples_are_written_after_each_evaluation_and_change_nothing(tmp_path: 
     assert "\n".join(recorder.messages).count("sample at step") == 4
     run(tmp_path / "without", [])
     assert saved_bits(tmp_path / "with" / "run" / "checkpoint-4") == saved_bits(tmp_path / "without" / "run" / "checkpoint-4")
+
+
+def test_an_adapter_over_half_weights_writes_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such weights compute under autocast only, and generate() calls the model below the forward that has it."""
+    monkeypatch.setattr(evaluation, "NEW_TOKENS", 2)
+    recorder = run(tmp_path, ["red one"], adapter={"kind": "lora", "always": True}, precision={"dtype": "bf16"})
+    assert not [warning for warning in recorder.warnings if "generation failed" in warning]
+    assert (tmp_path / "run" / "samples.jsonl").is_file()
 
 
 def test_failed_generation_warns_once_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def reentrant_adapter(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(REENTRANT, what, why, view.line(REENTRANT, False))
 
 
-@rule("packing-leak", "warning", words=("packing", "padding_free"), source="transformers#46634, axolotl#3796", tools=TRAINERS)
+@rule("packing-leak", "warning", words=("packing", "padding_free"), source="transformers#39194, axolotl#3796", tools=TRAINERS)
 def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     """packing is on, and the documents of a row are not kept apart."""
     given, name = view.source.values, str(view.value("attn_implementation"))
@@ -76,6 +76,8 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     word = next(filter(view.is_on, ("packing", "padding_free")), None)
     if word and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
         why = "Documents of one row can attend to each other: the loss is that of another text."
+        if view.tool == "transformers":  # newer masks follow position_ids, which TRL gives them unless it packs "wrapped"
+            why = f"With transformers of before July 2025, or packing_strategy: wrapped, {why[0].lower()}{why[1:]}"
         yield Finding(word, f"{view.spelled(word)} is on without {needed}.", why, fix)
 
 
