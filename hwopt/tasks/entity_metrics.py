@@ -8,6 +8,7 @@ and its type are.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -44,24 +45,23 @@ def tag_for_seqeval(tag: str, starts: bool = False) -> str:
 
 
 def misplaced_tags(rows: Sequence[Sequence[str]], place: Callable[[int], str]) -> list[str]:
-    """A line that names tags such as "I-PER" behind "O", where most entities begin with a "B-"; empty without such tags.
+    """A line about entities that start with a tag such as "I-PER", in data where most start with a "B-"; empty if none do.
 
-    `place`: of the row with a number. Files in which "B-" only separates neighbours (IOB1) have none.
+    `place`: number of a row -> where it is. Files in which "B-" only separates neighbours (IOB1) get no line.
     """
     known = sorted({tag for tags in rows for tag in tags})
-    read = dict(zip(known, tags_for_seqeval(known), strict=True))
-    found, begun = list[str](), 0
-    for row, tags in enumerate(rows):
-        for before, tag in pairwise(["O", *tags]):
-            begins = read.get(before, "O")[0] not in "BI" or read.get(before, "O")[1:] != read[tag][1:]
-            begun += begins and read[tag][0] in "BS"
-            if begins and read[tag][0] in "IE" and read[tag][1:] == tag[1:]:
-                found.append(f"{place(row)}: {truncate(tag)} after {truncate(before)}" if not found else "")
-    if not found or len(found) > begun:
+    read = {"O": "O"} | dict(zip(known, tags_for_seqeval(known), strict=True))
+    counts = Counter(pair for tags in rows for pair in pairwise(["O", *tags]))  # (tag before, tag) -> how often
+    starts = {pair: read[pair[1]] for pair in counts if read[pair[0]][0] not in "BI" or read[pair[0]][1:] != read[pair[1]][1:]}
+    usual = sum(counts[pair] for pair, tag in starts.items() if tag[0] in "BS")
+    odd = [pair for pair, tag in starts.items() if tag[0] in "IE" and tag[1:] == pair[1][1:]]
+    number = sum(counts[pair] for pair in odd)
+    if not 0 < number <= usual:
         return []
+    row, (before, tag) = next((row, pair) for row, tags in enumerate(rows) for pair in pairwise(["O", *tags]) if pair in odd)
     return [
-        f"{len(found):,} tags continue an entity that has not begun, the first one in {found[0]}. The metrics count an entity "
-        "from there. Write 'B-' for the first word of an entity"
+        f"entities without a 'B-' tag at their start: {number:,}. The first one is in {place(row)}: {truncate(tag)} after "
+        f"{truncate(before)}. The metrics count it as an entity of its own. Write 'B-' for the first word of each entity"
     ]
 
 

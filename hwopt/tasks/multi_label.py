@@ -132,7 +132,7 @@ class MultiLabel(Classes, LabelledTexts):
 
 def repeats(table: pa.Table, name: str) -> bool:
     """Whether few items occur often in a column of lists: as labels do, and answers to questions do not."""
-    if name.lower().partition(".")[0] == "answers":  # of SQuAD: few questions have few different ones
+    if name.lower().partition(".")[0] == "answers":  # the answers of SQuAD; a small file has few different ones
         return False
     items = [item for value in table[name].slice(0, EXAMINED).to_pylist() for item in value or ()]
     return 2 <= len({*items}) <= min(MOST_CLASSES, len(items) // 2)

@@ -74,7 +74,7 @@ def test_comma_in_a_name_makes_no_sets_of_labels(cells: list[str], several: bool
 
 
 @pytest.mark.parametrize(("name", "several"), [("answers", False), ("answers.text", False), ("topics", True)])
-def test_answers_to_questions_are_no_labels_however_few_differ(name: str, several: bool) -> None:
+def test_answers_to_questions_are_not_proposed_as_labels(name: str, several: bool) -> None:
     """A file of SQuAD has the lists `answers.text`."""
     names = [["Rome"], ["Oslo"], ["Rome"], ["Lima"]]
     table = pa.table({"context": [f"a city of {number}" for number in range(24)], name: names * 6})

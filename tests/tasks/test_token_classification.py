@@ -113,18 +113,18 @@ def test_tags_that_make_no_entities_are_named(tmp_path: Path) -> None:
         ("B-PER PER NOUN X-NOUN", None),
     ],
 )
-def test_tags_that_continue_no_entity_are_named(tags: str, named: str | None, tmp_path: Path) -> None:
-    """seqeval counts an entity from there."""
+def test_entities_without_a_first_tag_are_named(tags: str, named: str | None, tmp_path: Path) -> None:
+    """seqeval counts each as an entity of its own."""
     notes = prepare(tmp_path, [*ROWS, {"tokens": ["a", "b", "c", "d"], "tags": tags.split()}]).notes
-    found = [note for note in notes if "1 tags continue an entity that has not begun" in note]
+    found = [note for note in notes if "without a 'B-' tag at their start: 1." in note]
     assert len(found) == (named is not None)
     assert named is None or named in found[0]
 
 
 @pytest.mark.parametrize("tags", ["I-PER B-PER O I-LOC", "I-PER I-PER O I-LOC"], ids=["IOB1", "no beginnings"])
-def test_tags_without_a_letter_for_each_beginning_are_not_named(tags: str, tmp_path: Path) -> None:
+def test_files_that_do_not_mark_each_start_get_no_line(tags: str, tmp_path: Path) -> None:
     notes = prepare(tmp_path, [{"tokens": ["a", "b", "c", "d"], "tags": tags.split()}] * 3).notes
-    assert not [note for note in notes if "begun" in note]
+    assert not [note for note in notes if "at their start" in note]
 
 
 def test_bad_sentences_are_named(tmp_path: Path) -> None:

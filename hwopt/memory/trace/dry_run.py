@@ -95,7 +95,7 @@ def dry_run_of(plan: Plan, recipe: Recipe, head: Head, device: torch.device, *, 
         tokenizer = SimpleNamespace(pad_token_id=0)
         names = tuple(str(number) for number in range(head.labels))
         rows = cast(Any, range(plan.batch.step))
-        weights = None if plan.job.task.class_weights is None else (1.0,) * head.labels  # their values depend on the data
+        weights = None if plan.job.task.class_weights is None else (1.0,) * head.labels  # memory does not depend on the values
         run = Run(
             plan=replace(plan, recipe=recipe),
             folder=Path(),

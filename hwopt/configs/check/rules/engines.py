@@ -76,8 +76,8 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     word = next(filter(view.is_on, ("packing", "padding_free")), None)
     if word and not apart and ("attn_implementation" in view or view.lacks("attn_implementation")):
         why = "Documents of one row can attend to each other: the loss is that of another text."
-        if view.tool == "transformers":  # newer masks follow position_ids, which TRL gives them unless it packs "wrapped"
-            why = f"With transformers of before July 2025, or packing_strategy: wrapped, {why[0].lower()}{why[1:]}"
+        if view.tool == "transformers":  # TRL passes position_ids, and newer masks follow them; not if it packs "wrapped"
+            why = f"With transformers older than July 2025, or with packing_strategy: wrapped, {why[0].lower()}{why[1:]}"
         yield Finding(word, f"{view.spelled(word)} is on without {needed}.", why, fix)
 
 

@@ -20,7 +20,7 @@ LARGER = names("accuracy accuracies acc f1 precision recall auc mcc bleu sacrebl
 
 
 def total_steps(view: View, facts: Facts) -> int | None:
-    """Optimizer steps of the run, if the file or the data's size says it; how many packed rows hold the data is not known."""
+    """Optimizer steps of the run, if the file or the data's size says it. The number of packed rows is not known."""
     if (steps := view.number("max_steps")) is not None and steps > 0:
         return int(steps)
     epochs, rows = view.number("num_train_epochs"), view.effective_rows
