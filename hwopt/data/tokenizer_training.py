@@ -92,7 +92,15 @@ def trained_tokenizer(texts: Sequence[str], job: Job, config: PretrainedConfig, 
         ).save_pretrained(staged)
 
     write_cache_folder(folder, write, done="tokenizer_config.json")
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return stored_tokenizer(cache, folder.name)
+
+
+def stored_tokenizer(cache: Path, name: str) -> Any:
+    """The trained tokenizer in the folder `name` of the cache; None if there is none."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = cache / "tokenizers" / name
+    return PreTrainedTokenizerFast.from_pretrained(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 def train_wordpiece(texts: Sequence[str], size: int) -> Tokenizer:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job, TaskOptions
+from hwopt.data.sources.reading import refuse_missing
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import Store, split_rows
 from hwopt.data.tokenizer import LengthLimit, choose_padding, load_tokenizer, uses_token_types
@@ -27,6 +27,7 @@ from hwopt.tasks.model_families import ENCODER_FAMILY, ModelFamily
 from hwopt.tasks.predictors import TextPredictor
 from hwopt.tasks.preparation import make_prepared, read_sources
 from hwopt.tasks.prepared import ChatTokens, Named, Prepared, Samples, Trained
+from hwopt.tasks.prepared_cache import PreparedCache
 from hwopt.tasks.preview import Shown, spans_of
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing, nearest
@@ -98,18 +99,28 @@ class Task(ModelBuilder):
         data.eval_fraction. Raises DataError for problems of the data, InputError for problems of the job.
         """
         LengthLimit(job.data.max_length, max_positions)  # refuses a limit above the model's
+        refuse_missing(job.data)
+        tokenizer = self.named_tokenizer(job, config)
+        known = PreparedCache(type(self), Trained(job, config, tokenizer, (), max_positions), cache, seed)
+        return known.load(self.fit_tokenizer) or known.save(self._prepare(job, config, tokenizer, cache, seed, max_positions))
+
+    def _prepare(
+        self, job: Job, config: PretrainedConfig, tokenizer: Any, cache: Path, seed: int, max_positions: int | None
+    ) -> Prepared:
         sources = read_sources(job)
         parts = {part: self.samples(rows, job) for part, rows in sources.items()}
         named = self.name_labels(parts["train"], sources["train"], job, config)
         parts |= {part: self.only_known(samples, named.names) for part, samples in parts.items() if part != "train"}
         if job.data.eval_fraction is not None:
             parts["train"], parts["eval"] = self.split(parts["train"], job.data.eval_fraction, seed)
-        tokenizer = self.processing(job, config, parts["train"], cache)
-        tokens = self.fit_tokenizer(tokenizer, job, parts["train"])
+        if tokenizer is None:
+            decoder = self.facts.target == "next_token" or is_decoder(config)
+            tokenizer = trained_tokenizer(self.plain_texts(parts["train"]), job, config, decoder, cache)
+        tokens = self.fit_tokenizer(tokenizer, job, parts["train"].is_chat)
         trained = Trained(job, config, tokenizer, named.names, max_positions)
         stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
         held_out = parts["eval"].places.numbers if job.data.eval_fraction is not None else ()
-        prepared = replace(make_prepared(stores, trained), chat_tokens=tokens, held_out=held_out)
+        prepared = make_prepared(stores, trained, chat_tokens=tokens, held_out=held_out)
         prepared = self.with_class_weights(prepared, job)
         prepared.notes.extend([*named.notes, *self.notes(parts, trained, prepared)])
         prepared.report_bad_rows(*sources.values())
@@ -135,17 +146,14 @@ class Task(ModelBuilder):
         kept, held = split_rows(len(samples), fraction, seed, samples.places.source)
         return samples.take(kept.tolist()), samples.take(held.tolist())
 
-    def processing(self, job: Job, config: PretrainedConfig, train: Samples, cache: Path) -> Any:
-        """The tokenizer of the job, else the model's own, else one trained on the `train` samples."""
+    def named_tokenizer(self, job: Job, config: PretrainedConfig) -> Any:
+        """The tokenizer of the job, else the model's own; None if one is trained on the texts."""
         if job.model.tokenizer is not None:
             return load_tokenizer(job.model.tokenizer)
-        if job.model.name is not None:
-            return load_tokenizer(job.model.name, job.model.revision, key="model.name")
-        decoder = self.facts.target == "next_token" or is_decoder(config)
-        return trained_tokenizer(self.plain_texts(train), job, config, decoder, cache)
+        return None if job.model.name is None else load_tokenizer(job.model.name, job.model.revision, key="model.name")
 
-    def fit_tokenizer(self, tokenizer: Any, job: Job, train: Samples) -> ChatTokens:
-        """Set the chat template and the special tokens of the job."""
+    def fit_tokenizer(self, tokenizer: Any, job: Job, chat: bool) -> ChatTokens:
+        """Set the special tokens of the job and, if the samples are conversations (`chat`), its chat template."""
         return ChatTokens()
 
     def plain_texts(self, samples: Samples) -> list[str]:

@@ -13,7 +13,7 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import advice, joined_without_blank, split_markers
 from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
-from hwopt.data.sources.chat import ALPACA, Conversation, read_conversations
+from hwopt.data.sources.chat import ALPACA, read_conversations
 from hwopt.data.sources.columns import COLUMN_KEYS, LONG_TEXT, holds_messages, mean_length, text_of, unusable
 from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside
 from hwopt.data.sources.messages import BadConversation
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 KEYS = ("prompt", "completion", "messages", "blocks", "chat_template", "eos_token", "assistant_turns", "sample_prompts")
 """Keys of [data] that only this and some other tasks read."""
 BLOCK = 1_024  # tokens per block of plain text, unless the job or the model has a smaller limit
-
-
-def is_chat(samples: Samples) -> bool:
-    return isinstance(samples.columns[0][0], Conversation)
 
 
 class CausalLM(Task):
@@ -110,22 +106,22 @@ class CausalLM(Task):
 
     def split(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
         """(training, evaluation) samples; of a single document the end is held out."""
-        if len(samples) > 1 or len(samples.columns) > 1 or is_chat(samples):
+        if len(samples) > 1 or len(samples.columns) > 1 or samples.is_chat:
             return super().split(samples, fraction, seed)
         text = samples.columns[0][0]
         at = len(text) - held_out_count(len(text), fraction, samples.places.source)
         return replace(samples, columns=[[text[:at]]]), replace(samples, columns=[[text[at:]]])
 
     def plain_texts(self, samples: Samples) -> list[str]:
-        if not is_chat(samples):
+        if not samples.is_chat:
             return super().plain_texts(samples)
         return [str(message["content"]) for conversation in samples.columns[0] for message in conversation.messages]
 
-    def fit_tokenizer(self, tokenizer: Any, job: Job, train: Samples) -> ChatTokens:
+    def fit_tokenizer(self, tokenizer: Any, job: Job, chat: bool) -> ChatTokens:
         """Set the end-of-text token of the job, and for conversations its chat template with the tokens of that."""
         if job.data.eos_token is not None:
             set_eos_token(tokenizer, job.data.eos_token)
-        if not is_chat(train):
+        if not chat:
             return ChatTokens(ends=() if job.data.eos_token is None else (tokenizer.eos_token_id,))
         set_template(tokenizer, job.data.chat_template)
         new = add_chatml_tokens(tokenizer) if job.data.chat_template == "chatml" else ()
@@ -142,7 +138,7 @@ class CausalLM(Task):
         settings: list[Any]
         content: Sequence[Sequence[Any]] = texts
         encode: Callable[[Chunks], Encoding]
-        if is_chat(samples):
+        if samples.is_chat:
             template = template_of(trained)
             settings = ["conversations", limit.max_length, template.turns, template.replaced, tokenizer.chat_template]
             content = [[conversation.key for conversation in texts[0]]]
@@ -163,7 +159,7 @@ class CausalLM(Task):
         """How the answers of conversations are found and end, and which tokens are new."""
         note = [parts["train"].note] if parts["train"].note else []
         prepared.warnings.extend(other_kinds(parts))
-        if not is_chat(parts["train"]):
+        if not parts["train"].is_chat:
             if split := split_markers(parts["train"].columns[0], trained.tokenizer):
                 prepared.warnings.append(
                     f"the texts have {split[0]}, which this tokenizer splits into several tokens, so that an answer does not end "
@@ -275,7 +271,7 @@ def encode_chat(samples: Samples, template: ChatTemplate, limit: LengthLimit, ch
 
 def other_kinds(parts: Mapping[str, Samples]) -> list[str]:
     """A line for each part whose samples are of another kind than those of training."""
-    kinds = {part: (len(samples.columns), is_chat(samples)) for part, samples in parts.items()}
+    kinds = {part: (len(samples.columns), samples.is_chat) for part, samples in parts.items()}
     words = {(1, True): "conversations", (1, False): "texts", (2, False): "prompts with completions"}
     return [
         f"{parts[part].places.source} holds {words[kind]}, and the training data {words[kinds['train']]}: their losses do not "

@@ -64,7 +64,7 @@ class ImageClassification(Classification):
         images = read_images(rows, image_name(rows, job))
         return Samples.of(rows, [images], self.read_labels(rows, job))
 
-    def processing(self, job: Job, config: PretrainedConfig, train: Samples, cache: Path) -> Any:
+    def named_tokenizer(self, job: Job, config: PretrainedConfig) -> Any:
         """The model's own image processor, or the default one of the architecture. Raises InputError for one of another kind."""
         plain = transform_for(job, config)
         _ = plain.shape

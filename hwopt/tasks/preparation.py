@@ -10,7 +10,7 @@ from hwopt.config.job import Job
 from hwopt.config.job_sources import paths_of
 from hwopt.data.bad_rows import Places
 from hwopt.data.mixture import Mixture
-from hwopt.data.sources.reading import read_all, read_options, refuse_missing
+from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.chunks import Chunks, only_process
 from hwopt.data.stores.images import ImageStore
@@ -33,7 +33,6 @@ Encoding = tuple[dict[str, Any], Encoded, dict[str, Any]]
 def read_sources(job: Job) -> dict[str, Rows]:
     """The rows of the job's parts that have a source of their own: train, and what `Data.held_out` names."""
     data = job.data
-    refuse_missing(data)
     options = read_options(data)
     found = {"train": read_all(data.train, data.split, options)}
     for part, (sources, split) in data.held_out.items():
@@ -111,22 +110,20 @@ def described(part: str) -> str:
     return {"eval": "evaluation"}.get(kind, kind) + (f" ({name})" if name else "")
 
 
-def make_prepared(stores: Mapping[str, Store], trained: Trained) -> Prepared:
-    """The Prepared of the stores, with the padding token chosen, and notes about what was truncated."""
-    prepared = Prepared(
-        stores["train"],
-        stores.get("eval"),
-        trained.tokenizer,
-        trained.label_names or None,
-        test=stores.get("test"),
-        more_eval={name: stores[f"eval_{name}"] for name in trained.job.data.more_eval},
-    )
+def pad_as_needed(trained: Trained, stores: Mapping[str, Store]) -> None:
+    """Choose the padding token of the tokenizer, if the samples are tokens."""
     facts = trained.facts
     if facts.inputs == "tokens":
         # a decoder takes the rightmost token that is not padding as the last one of a labelled text
         last_token = facts.target != "next_token" and is_decoder(trained.config)
-        used = {number for store in prepared.stores for number in store.meta["special_ids"]} if last_token else set()
+        used = {number for store in stores.values() for number in store.meta["special_ids"]} if last_token else set()
         choose_padding(trained.tokenizer, used)
+
+
+def make_prepared(stores: Mapping[str, Store], trained: Trained, **fields: Any) -> Prepared:
+    """The Prepared of the stores, with the padding token chosen, and notes about what was truncated."""
+    pad_as_needed(trained, stores)
+    prepared = Prepared.of(stores, trained.tokenizer, label_names=trained.label_names or None, **fields)
     if (mixture := prepared.train.mixture) is not None:
         mixture.check()
         prepared.notes.extend(mixture.notes())

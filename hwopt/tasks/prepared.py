@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.chat import Conversation
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import Texts
 from hwopt.data.stores.token_store import Store
@@ -40,6 +41,10 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.places.numbers)
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.columns[0][0], Conversation)
 
     def take(self, samples: Sequence[int]) -> Samples:
         if samples == range(len(self)):
@@ -92,6 +97,13 @@ class Prepared:
     """Numbers of the rows of data.train (`Places.numbers`) that data.eval_fraction took for the evaluation."""
     class_weights: tuple[float, ...] | None = None
     """The weight of each label number in the training loss; None: all labels count the same."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Store], tokenizer: Any, **fields: Any) -> Prepared:
+        """From the stores by the names of `parts`, and the other `fields`."""
+        more = {name.removeprefix("eval_"): store for name, store in parts.items() if name.startswith("eval_")}
+        fields = {"label_names": None, **fields}
+        return cls(parts["train"], parts.get("eval"), tokenizer, test=parts.get("test"), more_eval=more, **fields)
 
     @property
     def weights(self) -> NDArray[np.float64] | None:
