@@ -209,7 +209,9 @@ class Batch(hw.Plugin):
         step, sampler, world = run.last_step_batch, run.train_loader.sampler, run.world_size
         shapes = ", ".join(f"{rows} x {width}" for rows, width in step.sizes[:8]) + (", …" if len(step.sizes) > 8 else "")
         seen = f"{step.rows} rows on this rank of {world}, in {len(step.sizes)} micro-batch(es) of rows x tokens {shapes}"
-        if (step.step.index + 1) % sampler.steps_per_epoch == 0:
+        if sampler.steps_per_epoch is None and step.step.index > 0:
+            return hw.Evidence.unknown(f"data without a length may end with a smaller step: {seen}")
+        if sampler.steps_per_epoch is not None and (step.step.index + 1) % sampler.steps_per_epoch == 0:
             return hw.Evidence.unknown(f"the last step of an epoch may be smaller: {seen}")
         # ranks differ by one row if their number does not divide the rows of the step
         return hw.Evidence.active(seen, rows_per_step=range(step.rows * world - world + 1, step.rows * world + world))

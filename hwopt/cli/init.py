@@ -55,19 +55,22 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     )
     write_text(output, proposal.text(output), new=True)
     say(console, "written", str(output))
-    for note in chat_notes(output, proposal.profile) if columns.chat else ():
+    usable, notes = examined_chats(output, proposal.profile) if columns.chat else (True, ())
+    for note in notes:
         say(console, "data", note)
-    click.echo("\n" + printable("\n".join(proposal.commands(output))))
+    if not usable:
+        click.echo(f"\nA run would stop here. Correct the data or {printable(str(output))}, then look at a sample:")
+    click.echo("\n" + printable("\n".join(proposal.commands(output)[: None if usable else 1])))
 
 
-def chat_notes(job: Path, profile: str) -> Sequence[str]:
-    """What a run of `job` says about its first conversations: how answers are found, what the template leaves out."""
+def examined_chats(job: Path, profile: str) -> tuple[bool, Sequence[str]]:
+    """(whether a run of `job` can use its first conversations, what it says about them, such as how answers are found)."""
     from hwopt import api
 
     try:
-        return api.preview(profile, job, assignments=[f"data.max_rows={EXAMINED_CHATS}"]).notes
+        return True, api.preview(profile, job, assignments=[f"data.max_rows={EXAMINED_CHATS}"]).notes
     except HwoptError as error:  # the job is written, and `hwopt plan` says the same
-        return [first_line(error)]
+        return False, [first_line(error)]
 
 
 class Questions:

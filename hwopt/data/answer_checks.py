@@ -76,12 +76,14 @@ def check_answer(text: str, message: Message, number: int, whole: str) -> None:
     That is its content, the names of the functions that it calls, and an end of the turn.
     """
     content = spoken(message)
-    calls = [(name, "tool calls") for name in names_of_calls(message)]
-    for part, what in ((content, "content"), *calls):
+    calls = names_of_calls(message)
+    for part in (content, *calls):
         if part not in text and (part in whole or not calls):
             raise rewritten(number)
-        if part not in text:
-            raise BadConversation(f"the chat template does not write the {what} of message {number}")
+    if any(name not in text for name in calls):
+        raise without_calls(f"message {number}")
+    if content not in text:
+        raise BadConversation(f"the chat template does not write the content of message {number}")
     if not is_closed(text, content):
         raise endless()
 
@@ -96,9 +98,16 @@ def check_parts(texts: Sequence[str], answers: Sequence[Message]) -> None:
     if any(content not in trained for content in contents):
         raise BadConversation("the chat template does not write the content of an answer")
     if any(name not in trained for message in answers for name in names_of_calls(message)):
-        raise BadConversation("the chat template does not write the tool calls of an answer")
+        raise without_calls("an answer")
     if not texts or not all(is_closed(text, content) for text in texts for content in contents):
         raise endless()
+
+
+def without_calls(where: str) -> BadConversation:
+    """The error for a template that leaves out the tool calls of `where`."""
+    return BadConversation(
+        f'the chat template does not write the tool calls of {where}; data.chat_template = "chatml" writes them'
+    )
 
 
 def endless() -> BadConversation:

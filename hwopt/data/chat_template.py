@@ -24,17 +24,32 @@ Words = Mapping[str, Any]  # what a template reads beside the messages: "tools",
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_TEMPLATE_BYTES = 1_000_000
 
-CHATML = """{%- for message in messages %}
+CHATML = """{%- if tools %}
+{%- set described = messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if described else '') }}
+{{- 'You may call these functions:\\n<tools>\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- '</tools>\\nWrite each call as <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>.<|im_end|>\\n' }}
+{%- set messages = messages[1:] if described else messages %}
+{%- endif %}
+{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- generation %}{{- message['content'] }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{{- '\\n' if message['content'] or not loop.first else '' }}
+{{- '<tool_call>\\n{"name": ' + function.name | tojson }}
+{{- ', "arguments": ' + (function.arguments or {}) | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}{%- endgeneration %}
 {%- else %}
 {{- message['content'] + '<|im_end|>' }}
 {%- endif %}
 {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""The template `data.chat_template = "chatml"`, as OpenAI published the format; without tools."""
+"""The template `data.chat_template = "chatml"`, as OpenAI published the format; calls as in Nous Hermes and Qwen2.5."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -147,7 +162,7 @@ class ChatTemplate:
         """
         called = any(conversation.messages[number].get("tool_calls") for number in conversation.answers)
         if called and checks.CALLS in self.left_out(conversation):
-            raise BadConversation("the chat template does not write the tool calls of an answer")
+            raise checks.without_calls("an answer")
         if conversation.prompt and self.turns == "all":
             return self.completed(conversation)
         text, spans = self.render(conversation)

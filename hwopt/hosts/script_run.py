@@ -99,7 +99,7 @@ class ScriptEngine:
 class Loader:
     """The host's data loader, with the sampler that evidence reads."""
 
-    def __init__(self, loader: Any, steps_per_epoch: int) -> None:
+    def __init__(self, loader: Any, steps_per_epoch: int | None) -> None:
         self._loader = getattr(loader, "base_dataloader", loader)
         self.sampler = SimpleNamespace(steps_per_epoch=steps_per_epoch)
 

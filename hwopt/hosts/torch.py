@@ -48,7 +48,7 @@ class Session:
     def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
         self.model, self.additive = model, additive
         self.run = ScriptRun(found.plan, device_of(model), Path(), listener, rank)
-        self.run.train_loader = Loader((), 1)  # the script's own is not seen
+        self.run.train_loader = Loader((), None)  # the script's own is not seen
         self.stack = ExitStack()
         for line in found.lines():
             self.run.say(line)

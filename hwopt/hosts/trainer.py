@@ -177,10 +177,10 @@ class OptimizedTrainer(Base):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        batches = 1  # of an IterableDataset
-        with suppress(TypeError):
-            batches = len(loader)
-        self._run.train_loader = Loader(loader, ceil(batches / self.args.gradient_accumulation_steps))
+        steps = None
+        with suppress(TypeError):  # an IterableDataset has no length
+            steps = ceil(len(loader) / self.args.gradient_accumulation_steps)
+        self._run.train_loader = Loader(loader, steps)
         if self._run.device.type == "cuda" and isinstance(loader, DataLoaderShard):
             loader.device = None  # a step is split on the host, where lengths can be read without waiting for the device
         return loader

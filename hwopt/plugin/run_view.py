@@ -105,7 +105,7 @@ class RunView(Protocol):
     scaler: GradScaler | None
     """The gradient scaler of fp16 training, or None."""
     train_loader: Any
-    """A DataLoader of torch with the sampler of `hwopt.data`, which has `lengths` and `steps_per_epoch`."""
+    """A DataLoader of torch with the sampler of `hwopt.data`, which has `lengths` and `steps_per_epoch` (None: unknown)."""
     eval_loader: Any
     observation: Observation
     """The operators that ran in the first step."""

@@ -61,7 +61,9 @@ class LengthBatching(hw.Plugin):
         if context.task.inputs == "images":
             return hw.Decision.skip("images of one size need no padding")
         if context.task.encoder_decoder:
-            return hw.Decision.skip("samples of an encoder-decoder have two lengths; group_lengths groups by both")
+            return hw.Decision.skip(
+                "samples of an encoder-decoder have two lengths; group_lengths, of hwopt's loop, groups by both"
+            )
         budget = "batch.train x the longest row" if self.options.tokens == "auto" else f"{self.options.tokens}"
         overhead, _, text = self.price(context)
         fixed = self.options.overhead_tokens == "auto" and context.hardware.device_type == "cpu"

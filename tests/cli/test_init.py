@@ -43,13 +43,26 @@ def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
     assert "answers end with <|im_end|>" in made.stdout
 
 
-def test_conversations_that_cannot_be_used_are_named_and_the_job_is_written(tmp_path: Path) -> None:
+def test_conversations_with_tool_calls_give_a_job_that_trains_them(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     row = {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]}
     (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
     made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
     assert (made.returncode, made.stderr) == (0, "")
-    assert "the chat template does not write the tool calls" in made.stdout
+    assert "does not write" not in made.stdout
+    assert '{"name": "add", "arguments": {}}' in hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).stdout
+
+
+def test_conversations_that_cannot_be_used_are_named_and_the_job_is_written(tmp_path: Path) -> None:
+    row = {"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "none of its 20 rows can be used" in made.stdout
+    assert made.stdout.endswith(
+        "A run would stop here. Correct the data or job.toml, then look at a sample:\n\n"
+        "hwopt plan job.toml --sample 1     # a training sample as the model sees it\n"
+    )
     assert written(tmp_path).data.messages == "messages"
 
 

@@ -30,7 +30,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "tool messages": [QUESTION, {**ANSWER, "tool_calls": CALLS}, {"role": "tool", "content": "Result"}, ANSWER],
     "tools": [QUESTION, ANSWER],
 }
-WITHOUT_ROLES = CHATML.replace("messages %}", "messages if message.role in ('user', 'assistant') %}", 1)
+WITHOUT_ROLES = CHATML.replace("in messages %}", "in messages if message.role in ('user', 'assistant') %}", 1)
 
 
 def found_in(template: str, messages: list[dict[str, Any]], tools: Any = None, turns: Any = "all") -> list[str]:
@@ -69,14 +69,14 @@ def test_escaped_text_counts_as_written_and_a_name_in_a_call_not_as_the_tool() -
         "{{- message['content'] + '<|im_end|>' }}\n{%- endif", "{{- message['content'] | tojson }}\n{%- endif"
     )
     assert found_in(escaping, [{"role": "user", "content": 'Say "é"\nnow'}, ANSWER]) == []
-    calling = CHATML.replace("{{- message['content'] + '<|im_end|>' }}{%- endgen", "{{- message | tojson }}<|im_end|>{%- endgen")
+    calling = CHATML.replace("tool | tojson", "''").replace("{{- message['content'] }}", "{{- message | tojson }}")
     assert found_in(calling, [QUESTION, {**ANSWER, "content": "", "tool_calls": CALLS}], TOOLS) == ["tools"]
 
 
 def test_key_of_messages_that_the_template_does_not_read_is_named() -> None:
     messages = [{**QUESTION, "mood": "curious", "id": "a1", "name": "bob", "rank": 3}, {**ANSWER, "thoughts": "Hm."}]
     assert found_in(CHATML, messages) == ["'mood' in messages", "'thoughts' in messages"]
-    reading = CHATML.replace("{{- message['content']", "{{- message.mood or ''}}{{ message['content']")
+    reading = CHATML.replace("{{- message['content']", "{{- message.mood or '' }}{{ message['content']")
     assert found_in(reading, [messages[0], ANSWER]) == []
 
 

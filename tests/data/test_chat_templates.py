@@ -3,6 +3,7 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/data/test_chat_templates.py` rewrites the list.
 """
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ import pytest
 from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
 
-from hwopt.data.chat_template import GENERATION, ChatTemplate
+from hwopt.data.chat_template import CHATML, GENERATION, ChatTemplate
 from hwopt.data.sources.chat import Conversation, conversation_of
 from hwopt.data.sources.messages import BadConversation, with_json_arguments
 
@@ -146,6 +147,23 @@ def completed_by_trl(template: str, kind: str) -> tuple[list[int], list[bool]] |
         return "refuses"
     begin = common_prefix_length(asked, tokens)
     return tokens, [at >= begin for at in range(len(tokens))]
+
+
+def test_chatml_writes_tools_and_their_calls_and_trains_each_answer() -> None:
+    own = tokenizer()
+    own.chat_template = CHATML
+    for kind in KINDS:
+        for number in range(12):
+            chat = conversation(kind, number)
+            found = encoded_by_hwopt(ChatTemplate(own, "all"), chat)
+            assert not isinstance(found, str), found
+            check_trained_text(found, chat)
+            text = own.decode(found[0])
+            assert all(json.dumps(tool) in text for tool in chat.tools or ())
+            calls = [call["function"] for message in chat.messages for call in message.get("tool_calls") or ()]
+            assert [json.loads(call) for call in re.findall(r"<tool_call>\n(.*)\n</tool_call>(?!\.)", text)] == [
+                {"name": call["name"], "arguments": call["arguments"]} for call in calls
+            ]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -176,7 +176,10 @@ def test_plugins_that_do_not_apply_say_so(tmp_path: Path) -> None:
         entry.name: entry for entry in planned(tmp_path, plugins={"length_batching": {}, "pack": {}, "fused_loss": {}}).entries
     }
     assert {entry.decision for name, entry in entries.items() if name != "batch"} == {"skip"}
-    assert entries["length_batching"].reason == "samples of an encoder-decoder have two lengths; group_lengths groups by both"
+    assert (
+        entries["length_batching"].reason
+        == "samples of an encoder-decoder have two lengths; group_lengths, of hwopt's loop, groups by both"
+    )
     assert entries["fused_loss"].reason == "needs a decoder without an encoder (task.kind = 'causal-lm'), found seq2seq-lm"
     assert "does not accept position ids" in entries["pack"].reason
 

@@ -92,9 +92,7 @@ def test_few_conversations_that_the_template_rewrites_are_bad_rows_and_many_are_
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool, tokenizer: Any) -> None:
-    endless = CHATML.replace(
-        "message['content'] + '<|im_end|>' }}{%- endgeneration %}", "message['content'] }}{%- endgeneration %}"
-    )
+    endless = CHATML.replace("{{- '<|im_end|>' }}{%- endgeneration %}", "{%- endgeneration %}")
     tokenizer.chat_template = endless if marked else without_markers(endless)
     with pytest.raises(BadConversation, match=r"would not learn to stop \(data\.chat_template"):
         trained_text(tokenizer, MESSAGES)

@@ -277,8 +277,8 @@ def test_answer_under_another_key_is_not_trained_as_an_empty_one(answer: dict[st
 def test_tool_calls_that_are_json_text_are_calls(tmp_path: Path) -> None:
     answer = {"role": "assistant", "tool_calls": json.dumps([{"name": "f", "arguments": {}}])}
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [CHAT[0], answer]}] * 4)
-    with pytest.raises(DataError, match="the chat template does not write the tool calls"):
-        prepared(source, tmp_path)
+    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+    assert trained_text(prepared(source, tmp_path)) == called
 
 
 @pytest.mark.parametrize("names", [("conversations", "chosen", "rejected"), ("messages", "chosen", "rejected", "text")])
