@@ -1,5 +1,6 @@
 """Real PEFT adapters: only adapter and head are trained, merging keeps the outputs, small models get no adapter."""
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from integration.forks import in_fork
 from peft import PeftModel
 from plugin_cases import Cases, Mutation, Part
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -26,8 +29,15 @@ from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.inputs import Inputs
 from hwopt.plugin import Context, Observation, Recipe, verify
-from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
-from hwopt_plugins.adapter import Adapter, classification_heads, tensors_with_moment
+from hwopt.testing import TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt_plugins.adapter import (
+    Adapter,
+    add_adapter,
+    classification_heads,
+    idle_adapters,
+    layers_without_adapter,
+    tensors_with_moment,
+)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)
@@ -220,6 +230,25 @@ def test_evidence_knows_the_scale_and_the_dropout_of_an_adapter(options):
     plugin.apply(recipe, context())
     evidence = verify(plugin, trained(recipe.model_steps[0](bert(), None)))
     assert evidence.status == "active", evidence.seen
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # PEFT's own, for experts
+def test_evidence_of_adapters_on_experts():
+    """PEFT adapts the parameters of experts by wrappers that have no weight, and calls no layer of the adapter."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_LLAMA, **experts, "model_type": "qwen3_moe"}))
+    model = add_adapter(model, options=Adapter.Options(always=True), task="CAUSAL_LM")
+    calls = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    model(input_ids=torch.ones(2, 8, dtype=torch.long))
+    run = SimpleNamespace(inner_model=model, observation=SimpleNamespace(forward_calls=calls))
+    (wrapper, *_) = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
+    assert calls[wrapper]
+    assert layers_without_adapter(model) == []
+    assert idle_adapters(run) == []
+    model.get_submodule(f"{wrapper}.lora_B.default").weight.requires_grad_(False)
+    assert idle_adapters(run) == [wrapper]
 
 
 def test_evidence_reads_states_that_torchao_quantized():
