@@ -107,6 +107,7 @@ class Task(ModelBuilder):
     def _prepare(
         self, job: Job, config: PretrainedConfig, tokenizer: Any, cache: Path, seed: int, max_positions: int | None
     ) -> Prepared:
+        """`prepare` without an entry of the cache. `tokenizer`: None if one is trained on the texts."""
         sources = read_sources(job)
         parts = {part: self.samples(rows, job) for part, rows in sources.items()}
         named = self.name_labels(parts["train"], sources["train"], job, config)

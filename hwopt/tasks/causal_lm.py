@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.answer_checks import advice, joined_without_blank, split_markers
-from hwopt.data.chat_template import ChatTemplate, add_chatml_tokens, set_eos_token, set_template
+from hwopt.data.chat_template import ChatTemplate, set_eos_token, set_template
+from hwopt.data.chatml import add_chatml_tokens
 from hwopt.data.sources.chat import ALPACA, read_conversations
 from hwopt.data.sources.columns import COLUMN_KEYS, LONG_TEXT, holds_messages, mean_length, text_of, unusable
 from hwopt.data.sources.layout import Layout, layout_of, recognised, with_beside

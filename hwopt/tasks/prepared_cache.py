@@ -8,6 +8,7 @@ read each time.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hwopt.config.job import Data, Job
+from hwopt.config.job_sources import MixedSource
 from hwopt.data.sources.location import locate
 from hwopt.data.sources.reading import leaves
 from hwopt.data.stores.token_store import ArrayFolder, PairStore, TokenStore, fingerprint
@@ -66,7 +68,7 @@ class PreparedCache:
     def save(self, prepared: Prepared) -> Prepared:
         """Write the entry of `prepared`, and return it."""
         kinds = {part: type(store).__name__ for part, store in prepared.parts.items()}
-        if self.folder is None or prepared.train.mixture is not None or not STORES.keys() >= set(kinds.values()):
+        if self.folder is None or not STORES.keys() >= set(kinds.values()):
             return prepared
         meta = {name: getattr(prepared, name) for name in ("notes", "warnings", "bad_rows", "label_names", "class_weights")}
         meta |= {"stores": {part: (kinds[part], store.folder.name) for part, store in prepared.parts.items()}}
@@ -76,10 +78,12 @@ class PreparedCache:
 
 
 def files_of(data: Data) -> list[Path] | None:
-    """The files that the job reads; None if it reads anything else."""
+    """The files that the job reads; None if it reads anything else, or a mixture, which is not kept."""
+    if any(isinstance(part, MixedSource) for part in data.train):
+        return None
     sources = [(data.train, data.split), *data.held_out.values()]
     found = [locate(leaf.path, leaf.split, data.format) for source, split in sources for leaf in leaves(source, split)]
-    template = [Path(data.chat_template)] if data.chat_template and Path(data.chat_template).is_file() else []
+    template = [Path(data.chat_template)] if data.chat_template and os.path.isfile(data.chat_template) else []
     return [*(path for _, path in found), *template] if {kind for kind, _ in found} == {"file"} else None
 
 

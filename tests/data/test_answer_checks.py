@@ -10,7 +10,8 @@ from task_rows import prepared_of, write_jsonl
 
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
-from hwopt.data.chat_template import CHATML, ChatTemplate
+from hwopt.data.chat_template import ChatTemplate
+from hwopt.data.chatml import CHATML
 from hwopt.data.sources.chat import conversation_of
 from hwopt.memory.planned import with_memory
 from hwopt.report.memory import PlanScreen

@@ -15,7 +15,8 @@ import pytest
 from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
 
-from hwopt.data.chat_template import CHATML, GENERATION, ChatTemplate
+from hwopt.data.chat_template import GENERATION, ChatTemplate
+from hwopt.data.chatml import CHATML
 from hwopt.data.sources.chat import Conversation, conversation_of
 from hwopt.data.sources.messages import BadConversation, with_json_arguments
 

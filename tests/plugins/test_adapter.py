@@ -34,10 +34,9 @@ from hwopt_plugins.adapter import (
     Adapter,
     add_adapter,
     classification_heads,
-    idle_adapters,
-    layers_without_adapter,
     tensors_with_moment,
 )
+from hwopt_plugins.adapter.adapted_layers import idle_adapters, layers_without_adapter
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
-from hwopt.data.chat_template import CHATML
+from hwopt.data.chatml import CHATML
 from hwopt.data.tokenizer_training import train_bpe
 from hwopt.errors import InputError
 from hwopt.inference.trained_model import find_run_model, load_trained_model

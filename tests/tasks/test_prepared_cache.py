@@ -8,6 +8,7 @@ import pytest
 
 from hwopt.config.job import Job
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
+from hwopt.errors import InputError
 from hwopt.tasks import base
 from hwopt.tasks.prepared import Prepared
 from hwopt.testing import TINY_BERT, TINY_T5
@@ -101,3 +102,9 @@ def test_tokenizer_whose_rules_changed_is_seen(tmp_path: Path) -> None:
     rules["normalizer"]["lowercase"] = False
     file.write_text(json.dumps(rules))
     assert prepared_of(job, tmp_path).train.folder != first.train.folder
+
+
+def test_template_given_as_text_is_refused(tmp_path: Path) -> None:
+    """A text is too long for the name of a file."""
+    with pytest.raises(InputError, match="cannot access"):
+        prepared_of(job_of("causal-lm", tmp_path, chat_template="{{ messages }} " * 300), tmp_path)

@@ -12,7 +12,8 @@ from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
 from task_rows import prepared_of, write_jsonl
 
 from hwopt.config.job import Job
-from hwopt.data.chat_template import CHATML, ChatTemplate
+from hwopt.data.chat_template import ChatTemplate
+from hwopt.data.chatml import CHATML
 from hwopt.data.sources.chat import Conversation, conversation_of, read_conversations
 from hwopt.data.sources.messages import BadConversation
 from hwopt.data.sources.reading import read_all
