@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -116,7 +117,10 @@ class CausalLM(Task):
     def plain_texts(self, samples: Samples) -> list[str]:
         if not samples.is_chat:
             return super().plain_texts(samples)
-        return [str(message["content"]) for conversation in samples.columns[0] for message in conversation.messages]
+        texts = [str(message["content"]) for conversation in samples.columns[0] for message in conversation.messages]
+        called = [message["tool_calls"] for chat in samples.columns[0] for message in chat.messages if "tool_calls" in message]
+        tools = [chat.tools for chat in samples.columns[0] if chat.tools]
+        return texts + [json.dumps(part, ensure_ascii=False) for part in (*called, *tools)]
 
     def fit_tokenizer(self, tokenizer: Any, job: Job, chat: bool) -> ChatTokens:
         """Set the end-of-text token of the job, and for conversations its chat template with the tokens of that."""

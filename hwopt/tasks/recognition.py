@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
+from hwopt.data.sources.chat import EXTRAS
 from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, looks_like_conll
 from hwopt.data.sources.csv_reader import DELIMITERS, guess_delimiter
@@ -66,7 +67,8 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     names = tuple(table.column_names)
     chosen, found = choose_columns(table, kind, source)
     first = table.slice(0, EXAMINED)
-    cells = [[str(value or "") for value in first[name].to_pylist()] for name in found.read if name in names]
+    read = {*found.read, *(EXTRAS if found.chat else ())}  # a template writes the tools, too
+    cells = [[str(value or "") for value in first[name].to_pylist()] for name in names if name in read]
     texts = [" ".join(row) for row in zip(*cells, strict=True)]
     letters = sum(map(len, texts))
     return DataColumns(

@@ -44,11 +44,14 @@ def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
 
 
 def test_conversations_with_tool_calls_give_a_job_that_trains_them(tmp_path: Path) -> None:
+    number = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number to add to the other one"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": number}} for name in ("add", "subtract")]
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    row = {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]}
+    row = {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}, MESSAGES[1]], "tools": tools}
     (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
     made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
     assert (made.returncode, made.stderr) == (0, "")
+    assert "hwopt run job.toml" in made.stdout
     assert "does not write" not in made.stdout
     assert '{"name": "add", "arguments": {}}' in hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).stdout
 
