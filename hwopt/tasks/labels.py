@@ -97,9 +97,13 @@ def label_order(labels: list[str], classes: list[str] | None, config: Pretrained
         return tuple(own)
     if classes:
         return tuple(name for name in classes if name in found)
-    if all(is_decimal(label, ".") for label in found):
-        return tuple(sorted(found, key=lambda label: (float(label), label)))
-    return tuple(sorted(found))
+    return tuple(sorted_labels(found))
+
+
+def sorted_labels(found: Iterable[str]) -> list[str]:
+    """The labels in sorted order, by value if each is a number."""
+    labels = sorted(found)
+    return sorted(labels, key=float) if all(is_decimal(label, ".") for label in labels) else labels
 
 
 def similar_labels(names: Iterable[str]) -> list[str]:

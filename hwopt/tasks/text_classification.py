@@ -9,7 +9,7 @@ from hwopt.data.sources.columns import SCORES, has_many_classes, is_fact, label_
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.tasks.classification import Classification
 from hwopt.tasks.labelled_texts import LabelledTexts
-from hwopt.tasks.labels import label_text, similar_labels
+from hwopt.tasks.labels import label_text, similar_labels, sorted_labels
 from hwopt.tasks.recognition import Recognised
 from hwopt.text import listing
 
@@ -34,7 +34,7 @@ class TextClassification(Classification, LabelledTexts):
         if not texts:
             return "no column looks like a text for text-classification; name it in the job with data.text"
         values = [*map(label_text, values_of(table, label))]
-        why = f"column {label!r} has {len(values):,} values: {listing(sorted(values), 5)}"
+        why = f"column {label!r} has {len(values):,} values: {listing(sorted_labels(values), 5)}"
         if others:
             why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
         if label in values:

@@ -126,9 +126,10 @@ def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
     (tmp_path / "bare.csv").write_text("".join(f"{('good', 'bad')[n % 2]},some text {n}\n" for n in range(21)))
     assert "as in a file without a header" in recognise(str(tmp_path / "bare.csv")).why
     rows = [{"text": f"a text {n}", "label": ["3.9", "3.11"][n % 2]} for n in range(20)]
-    assert (
-        "to predict them as numbers set task.kind = 'regression'" in recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
-    )
+    why = recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
+    assert "2 values: 3.11, 3.9; to predict them as numbers set task.kind = 'regression'" in why
+    rows = [{"text": f"a text {n}", "label": n % 11} for n in range(44)]
+    assert "11 values: 0, 1, 2, 3, 4, … (11 in all)" in recognise(write_jsonl(tmp_path / "many.jsonl", rows)).why
 
 
 def test_empty_cells_are_not_a_class_and_columns_that_are_not_read_are_told(tmp_path: Path) -> None:
