@@ -75,6 +75,12 @@ VALUES = {
     "save_strategy": INTERVALS | {"best"},
 }
 """Word -> its values in transformers 5."""
+MODULES = names("""
+    q_proj k_proj v_proj o_proj out_proj qkv_proj gate_proj up_proj down_proj gate_up_proj in_proj query_key_value dense
+    dense_h_to_4h dense_4h_to_h query key value query_proj key_proj value_proj c_attn c_proj c_fc fc1 fc2 fc_in fc_out q_lin
+    k_lin v_lin out_lin lin1 lin2 ff_proj ff_out all-linear embed_tokens lm_head
+""")
+"""Names of linear layers in models of transformers, for adapters."""
 REMOVED = """
     fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
     past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters
@@ -231,6 +237,20 @@ FURTHER = {
 
 axolotl: https://docs.axolotl.ai/docs/config-reference.html and its integrations; https://www.deepspeed.ai/docs/config-json/
 """
+ZERO_KEYS = names("""
+    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
+    offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+    stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
+    parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+    zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+    device nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read pipeline_write fast_init ratio
+""")
+"""Keys of zero_optimization, and of the tables for offloading in it."""
 GONE_FROM_AXOLOTL = {
     "max_packed_sequence_len": "sample_packing with sequence_len", "rope_scaling": "rope_scaling in overrides_of_model_config",
     "noisy_embedding_alpha": "neftune_noise_alpha", "dpo_beta": "rl_beta", "evaluation_strategy": "eval_strategy",

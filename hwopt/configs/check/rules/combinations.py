@@ -8,10 +8,10 @@ from operator import not_
 from typing import Any, NamedTuple
 
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, Tools, rule
+from hwopt.configs.launchers import NOTHING
 from hwopt.configs.view import View, is_number
 
 FLASH = ("flash_attention_2", "flash_attention_3")
-TRAINING_FILES = (*TRAINERS, "hwopt-job", "hwopt-profile")
 REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
 
 
@@ -21,6 +21,10 @@ def positive(value: Any) -> bool:
 
 def several(value: Any) -> bool:
     return is_number(value) and value > 1
+
+
+def given(value: Any) -> bool:
+    return value not in (*NOTHING, "", "no")
 
 
 def fraction(value: Any) -> bool:
@@ -67,6 +71,10 @@ COMBINATIONS = (
         what="fp16 and bf16 are both true.",
         why="The trainer stops: a run has one of the two.",
         source="transformers, TrainingArguments: at most one of both"),
+    combination("engines-twice", "error", {"fsdp": given, "deepspeed": given}, tools=TRAINERS, fix="remove {fsdp}",
+        what="{fsdp} and {deepspeed} are both given.",
+        why="The trainer stops: one of the two splits the model.",
+        source="transformers, Trainer; axolotl, schemas/validation.py"),
     combination("bits-twice", "error", {"load_in_8bit": True, "load_in_4bit": True}, tools=TRAINERS, fix={"load_in_8bit": False},
         what="{load_in_8bit} and {load_in_4bit} are both true.",
         why="transformers stops: weights are quantized to one of the two.",
@@ -214,6 +222,10 @@ RANGES: Mapping[str, Range] = {
     "lora_dropout": Range(fraction, FRACTION, "At 1 the adapter gets no input.", 0.05),
     "per_device_train_batch_size": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a batch has no rows.", 8),
     "gradient_accumulation_steps": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a step has no rows.", 1),
+    "max_grad_norm": Range(lambda value: value >= 0, "at least 0", "A negative norm turns the gradients round.", 1.0),
+    "eval_fraction": Range(lambda value: 0 <= value < 1 or value == int(value) > 1, "below 1, or a number of rows",
+        "The split stops: more rows are held out than there are.", 0.05),
+    "zero_stage": Range(lambda value: value in range(4), "0, 1, 2 and 3", "DeepSpeed stops.", 3),
 }
 # fmt: on
 
@@ -231,7 +243,7 @@ def lora_scale(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("lora_alpha", what, why, view.line("lora_alpha", int(rank)))
 
 
-@rule("out-of-range", "error", words=tuple(RANGES), source="torch, AdamW; PEFT, LoraConfig", tools=TRAINING_FILES)
+@rule("out-of-range", "error", words=tuple(RANGES), source="torch, AdamW; PEFT, LoraConfig")
 def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that no run can use, such as 0 epochs, or that is far from all usual ones."""
     other = {
@@ -244,4 +256,5 @@ def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
         value = view.number(word)
         if value is not None and value != -1 and not holds(value) and not other.get(word):  # -1 is "not set" in many programs
             what = f"{view.spelled(word)} is {value:g}; usable values are {text}."
-            yield Finding(word, what, why, view.line(word, usual), level)
+            both = view.spelled(word).endswith("betas")  # one key for two words
+            yield Finding(word, what, why, view.line(word, [0.9, 0.999] if both else usual), level)

@@ -13,9 +13,10 @@ from importlib import import_module, metadata
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
 from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
+from hwopt.configs.launchers import ZERO
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, VALUES, Former
+from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, MODULES, VALUES, ZERO_KEYS, Former
 from hwopt.text import truncate
 
 ALIKE = 0.85
@@ -146,6 +147,16 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
             yield replace(about(each, f"{whose} has no {name}.", why, f"use {near[0]}"), level=level)
 
 
+@rule("zero-key", "error", source="DeepSpeed, runtime/config_utils.py: extra keys are forbidden", tools=("deepspeed",))
+def zero_key(view: View, facts: Facts) -> Iterator[Finding]:
+    """A misspelled key of zero_optimization."""
+    for each in view.unread_as("unknown"):
+        name = each.path[-1]
+        near = get_close_matches(name[:80], ZERO_KEYS, n=1, cutoff=ALIKE)
+        if each.path[0] == ZERO and name not in ZERO_KEYS and near:
+            yield about(each, f"{ZERO} has no {name}.", "DeepSpeed stops: the table takes no other keys.", f"use {near[0]}")
+
+
 @rule("not-a-value", "error", source='notes.md#rtx-3070-16-or-32-rows: "16  ← Actually 16, not 96!"')
 def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A value of the wrong type, such as text behind a number."""
@@ -154,16 +165,31 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType", words=tuple(VALUES), tools=TRANSFORMERS)
+@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType", words=tuple(VALUES), tools=TRAINERS)
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """An optimizer, a schedule or an interval that transformers does not have."""
+    """An optimizer, a schedule or an interval that transformers does not have. axolotl has more: only almost the same names."""
+    more = view.tool == "axolotl"
     for word, known in VALUES.items():
         name = view.value(word)
         if isinstance(name, str) and name not in known | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these optimizers
-            near = get_close_matches(name[:80], sorted(known), n=1, cutoff=0.7)
+            near = get_close_matches(name[:80], sorted(known), n=1, cutoff=ALIKE if more else 0.7)
             fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
-            what = f"transformers has no {view.spelled(word)} {truncate(name)}."
-            yield Finding(word, what, "TrainingArguments stops with a ValueError.", fix)
+            what = f"{'axolotl' if more else 'transformers'} has no {view.spelled(word)} {truncate(name)}."
+            if not more or (near and abs(len(near[0]) - len(name)) <= 2):
+                yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)
+
+
+@rule("module-name", "warning", source="PEFT, inject_adapter", words=("lora_target_modules",), tools=TRAINERS)
+def module_name(view: View, facts: Facts) -> Iterator[Finding]:
+    """A layer for an adapter whose name is almost a usual one."""
+    given = view.value("lora_target_modules")
+    for name in given if isinstance(given, list) else str(given).split(","):
+        name = str(name).strip()
+        near = get_close_matches(name[:80], MODULES - {name}, n=1, cutoff=0.83)
+        if near and name not in MODULES and not re.fullmatch(r"(\w\w?_)+proj|.*\d", name):
+            what = f"{view.spelled('lora_target_modules')} has {truncate(name)}; models have {near[0]}."
+            why = "PEFT leaves out a name that no layer has, without a message, if it finds another one."
+            yield Finding("lora_target_modules", what, why, f"write {near[0]}")
 
 
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
