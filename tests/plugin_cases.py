@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY
 from integration.forks import in_fork
 
 from hwopt.hardware.device import Hardware
@@ -115,13 +116,10 @@ def all_cases() -> dict[str, Cases]:
     return {name: cases(name) for name in Registry().names}
 
 
-COMPILES = (pytest.mark.integration, pytest.mark.daily)
-
-
 def mutations(on_cuda: bool = False) -> list[Any]:
     """(name of a plugin, mutation), as parameters of a test: those that compile code are daily integration tests."""
     return [
-        pytest.param(name, each, id=f"{name}: {each.what}", marks=COMPILES if each.compiles else ())
+        pytest.param(name, each, id=f"{name}: {each.what}", marks=DAILY if each.compiles else ())
         for name, its in all_cases().items()
         for each in its.mutations
         if each.on_cuda == on_cuda

@@ -28,6 +28,7 @@ def test_detection_answers_the_described_machine() -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.integration
 def test_processes_that_tests_start_detect_the_described_machine() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == repr(EXPECTED)

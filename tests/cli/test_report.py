@@ -106,6 +106,7 @@ def test_watch_ends_cleanly_at_an_interrupt(runs: Path, monkeypatch: pytest.Monk
     assert done.stdout.splitlines()[-1] == "Stopped watching. The run continues."
 
 
+@pytest.mark.integration
 def test_commands_for_runs_import_no_torch(runs: Path) -> None:
     script = (
         "import sys; from hwopt.cli import run_command; "

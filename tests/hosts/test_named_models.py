@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY
 from hosts.scripts import Log, Steps, farthest, llama, reset
 from hosts.test_trl import SPLIT, data, sft, tokenizer
 
@@ -65,7 +66,7 @@ def test_peft_config_of_the_user_wins(tmp_path: Path) -> None:
     assert (entry.decision, entry.reason) == ("skip", "peft_config is yours")
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=DAILY)])
 def test_quantized_weights_below_the_adapter(own: bool, tmp_path: Path) -> None:
     """`own`: the adapter is the user's."""
     from transformers import BitsAndBytesConfig
@@ -84,6 +85,8 @@ def test_quantized_weights_below_the_adapter(own: bool, tmp_path: Path) -> None:
     assert ("adapter" in evidence) is not own
 
 
+@pytest.mark.integration
+@pytest.mark.daily
 def test_quantization_of_the_user_wins_and_a_model_that_is_loaded_has_neither(tmp_path: Path) -> None:
     from trl import SFTTrainer
 

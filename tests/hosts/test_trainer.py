@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY
 from datasets import Dataset, IterableDataset
 from hosts.scripts import SIZES, Log, Steps, arguments, bert, farthest, llama, memory_of, padded, reset, rows, t5, train
 from hosts.test_trl import tokenizer
@@ -55,8 +56,9 @@ def compared(
     return trainer
 
 
-@pytest.mark.parametrize("make", [bert, llama])
-@pytest.mark.parametrize("limit", [None, 150])
+@pytest.mark.parametrize(
+    ("make", "limit"), [(bert, None), (llama, 150), *(pytest.param(*each, marks=DAILY) for each in ((bert, 150), (llama, None)))]
+)
 def test_losses_and_norms_are_those_of_the_unmodified_script(
     make: Any, limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,9 +71,8 @@ def test_losses_and_norms_are_those_of_the_unmodified_script(
     assert real <= computed < 1.3 * real
 
 
-@pytest.mark.parametrize("counted", ["no", "all"])
-def test_the_output_folder_holds_plan_evidence_and_report(counted: str, tmp_path: Path) -> None:
-    own = {"eval_strategy": "no", "logging_steps": 1, "include_num_input_tokens_seen": counted}
+def test_the_output_folder_holds_plan_evidence_and_report(tmp_path: Path) -> None:
+    own = {"eval_strategy": "no", "logging_steps": 1, "include_num_input_tokens_seen": "all"}
     trainer, steps = train(optimized(), tmp_path, **own)
     record = read_record(tmp_path)
     assert record.complete

@@ -79,7 +79,10 @@ def test_epoch_has_as_many_steps_as_with_packed_rows_of_trl(strategy, longest, t
 
 def test_tokens_limit_the_rows_of_an_evaluation_batch(tmp_path):
     whole, limited = (
-        train_tiny(plan_for(tiny_profile(batch={"train": 4, "eval": 12} | limit), tiny_job(tmp_path)), tmp_path / str(len(limit)))
+        train_tiny(
+            plan_for(tiny_profile(batch={"train": 4, "eval": 12} | limit), tiny_job(tmp_path, max_steps=1)),
+            tmp_path / str(len(limit)),
+        )
         for limit in ({}, {"eval_tokens": 64})
     )
     sampler = limited.run.eval_loader.sampler

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import DAILY
 from event_calls import calling
-from plugin_cases import COMPILES, all_cases, cases
+from plugin_cases import all_cases, cases
 from pretend_cuda.counters import on_pretend_card
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
@@ -33,7 +34,7 @@ CARD = described("a card", (8, 6), 24.0)
 @pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [*((name, False) for name in Registry().names), pytest.param("compile", True, marks=COMPILES)],
+    [*((name, False) for name in Registry().names), pytest.param("compile", True, marks=DAILY)],
     ids=lambda value: value if isinstance(value, str) else "compiled" * value,
 )
 def test_every_plugin_keeps_the_contract(name: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from hwopt.hardware.device import described
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import fitted
 from hwopt.plugin.price import Price, price_of
+from hwopt.system.cache import cache_folder
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
 from hwopt_plugins.cuda_graphs import CudaGraphs, few_rows, few_widths
 from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
@@ -77,7 +78,7 @@ def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them
     profile = tiny_profile(cuda_graphs={"tokens": 1 << 20, "widths": [32]}, batch={"train": 16_384})
     chosen = frozenset({"cuda_graphs"} if named else ())
     plan = plan_for(replace(profile, chosen=chosen), tiny_job(tmp_path), hardware=described("a card", (8, 6), gib))
-    found, memory = fitted(plan, tmp_path, Lengths(None, 32, 2, "this test"))
+    found, memory = fitted(plan, cache_folder(), Lengths(None, 32, 2, "this test"))
     entry = entry_of("cuda_graphs", found)
     assert (entry.decision, memory.fits) == ("apply" if kept else "skip", gib > 4 and not (named and kept))
     assert (memory.pool_gib > 0) is kept, "the shortfall is that of the plan without the pool"

@@ -62,7 +62,7 @@ def test_no_worker_settings_without_workers():
     assert loader_settings(Dataloader.Options(num_workers=0, pin_memory=False)) == {"num_workers": 0, "pin_memory": False}
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.integration)])
 def test_real_loader_accepts_the_settings(start):
     options = Dataloader.Options(num_workers=1, pin_memory=False, prefetch_factor=3, multiprocessing_context=start)
     loader = DataLoader([1, 2, 3, 4], batch_size=2, **loader_settings(options))

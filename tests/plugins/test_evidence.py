@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import DAILY
 from plugin_cases import LAYERS, Mutation, Part, all_cases, cases, check_mutation, mutations
 
 from hwopt.planning.plan import Plan
@@ -43,6 +44,12 @@ def test_evidence_of_an_optimization_without_effect_is_inactive(
 
 
 PART = [pytest.param(name, part, id=part.what) for name, its in all_cases().items() for part in its.parts]
+LATE = [
+    pytest.param(name, part, id=part.what, marks=() if name in ("checkpointing", "optimizer") else DAILY)
+    for name, its in all_cases().items()
+    for part in its.parts
+]
+"""By default one effect of every step and one state; the others are daily integration tests."""
 FOUR_LAYERS = TINY_LLAMA | {"num_hidden_layers": LAYERS}
 
 
@@ -65,7 +72,7 @@ def test_evidence_of_an_optimization_of_all_parts_but_one_is_inactive(
     assert found.status == "inactive", found.seen
 
 
-@pytest.mark.parametrize(("name", "part"), PART)
+@pytest.mark.parametrize(("name", "part"), LATE)
 def test_evidence_of_an_optimization_that_ends_after_the_first_step_is_inactive(
     name: str, part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

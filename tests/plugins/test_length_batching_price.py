@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,14 @@ def seconds(lengths: list[int], groups: Groups, price: Price, host: float, devic
     return finished
 
 
-@pytest.mark.parametrize("card", ["Tesla T4", "GeForce RTX 4090", "NVIDIA H200", "AMD Instinct MI300X"])
-@pytest.mark.parametrize("model", MODELS)
+CARDS = ("Tesla T4", "GeForce RTX 4090", "NVIDIA H200", "AMD Instinct MI300X")
+SHORT = {("Tesla T4", "109 M"), ("NVIDIA H200", "5 M"), ("NVIDIA H200", "1.1 B"), ("AMD Instinct MI300X", "23 M")}
+
+
+@pytest.mark.parametrize(
+    ("card", "model"),
+    [pytest.param(*each, marks=() if each in SHORT else pytest.mark.soak) for each in product(CARDS, MODELS)],
+)
 def test_length_batching_is_never_slower_than_no_split(card: str, model: str) -> None:
     """On slow and fast hosts, and on devices that reach 80 to 20 % of their peak."""
     context, recipe = context_of(card, facts(model)), Recipe()

@@ -41,7 +41,7 @@ MODELS = DECODERS | ENCODERS
 def job_of(folder: Path, model_type: str, config: dict[str, Any], kind: str, **training: Any) -> Any:
     data = {"prompt": "label", "completion": "text"} if kind == "causal-lm" else {}
     config = {"model_type": model_type, **config}
-    return tiny_job(folder, kind, samples=41, config=config, data=data, **{"max_steps": 4, **training})
+    return tiny_job(folder, kind, samples=41, config=config, data=data, **{"max_steps": 3, **training})
 
 
 def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
@@ -57,9 +57,7 @@ def gradients_of(plan: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "model_type", named({each: each for each in MODELS}, ("llama", "gpt2", "gemma3_text", "bert", "roberta"))
-)
+@pytest.mark.parametrize("model_type", named({each: each for each in MODELS}, ("gemma3_text", "bert", "roberta")))
 def test_gradients_and_losses_match_unpacked_rows(model_type: str, tmp_path: Path) -> None:
     """Uneven documents, a partial last step, models with own positions or sliding windows, and an adapter (bert)."""
     kind = "causal-lm" if model_type in DECODERS else "text-classification"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY, named
 from peft.utils.integrations import dequantize_module_weight
 from plugin_cases import Cases, Chosen, Mutation, Part, Refused
 from rich.console import Console
@@ -42,7 +43,10 @@ def tables(kind: str, bits: int, precision: dict[str, Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize(("model", "kind", "bits"), [("llama", "lora", 4), ("gemma3", "dora", 4), ("gemma3", "lora", 8)])
+@pytest.mark.parametrize(
+    ("model", "kind", "bits"),
+    [("llama", "dora", 4), ("llama", "lora", 8), pytest.param("gemma3", "dora", 4, marks=DAILY)],
+)
 def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, kind: str, bits: int, tmp_path: Path) -> None:
     """The saved model gives the outputs of the trained one: packed base and adapter, without a second rounding."""
     plan = plan_for(tables(kind, bits, {"dtype": "fp32"}), job_of(tmp_path, MODELS[model]))
@@ -71,11 +75,10 @@ def test_merged_weights_are_the_dequantized_ones_with_the_adapter(model: str, ki
 
 def test_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     """The adapter loads on its base model and has the keys of an adapter without quantization."""
-    plan = plan_for(tables("dora", 4, {"dtype": "fp32"}), job_of(tmp_path, TINY_LLAMA))
-    train_tiny(plan, tmp_path)
+    job = job_of(tmp_path, TINY_LLAMA | {"num_hidden_layers": 1})
+    train_tiny(plan_for(tables("dora", 4, {"dtype": "fp32"}), job), tmp_path)
     folder = tmp_path / "run" / "final" / "adapter"
-    plain = plan_for(tiny_profile(adapter={"always": True, "r": 4, "kind": "dora"}), job_of(tmp_path, TINY_LLAMA))
-    train_tiny(plain, tmp_path / "plain")
+    train_tiny(plan_for(tiny_profile(adapter={"always": True, "r": 4, "kind": "dora"}), job), tmp_path / "plain")
     other = tmp_path / "plain" / "run" / "final"
     keys = load_file(folder / "adapter_model.safetensors").keys()
     assert keys == load_file(other / "adapter" / "adapter_model.safetensors").keys()
@@ -116,7 +119,7 @@ def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=DAILY)])
 def test_loftq_starts_nearer_to_the_weights_before_quantization(bits: int, tmp_path: Path) -> None:
     """With the whole rank nothing of the rounding is left, whatever `lora_alpha`; the saved adapter says nothing of LoftQ."""
     width = TINY_LLAMA["hidden_size"]
@@ -185,11 +188,8 @@ def test_plan_counts_weights_of_4_bits(tmp_path: Path) -> None:
     )
     job = [f"model.config={config}", "task.kind=causal-lm", "data.train=none.txt", "data.max_length=512"]
 
-    def planned(*changes: str) -> Any:
-        plan = api.resolve("rtx3070_8gb_qlora", assignments=[*job, *changes], hardware="profile", cache=tmp_path)
-        return api.with_memory(plan, planned, cache=tmp_path)
-
-    memory = planned().memory
+    plan = api.resolve("rtx3070_8gb_qlora", assignments=job, hardware="profile", cache=tmp_path)
+    memory = plan_memory(plan, tmp_path)
     assert memory.tier == "traced"
     assert memory.fits
     linear, embedded = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 32000 * 4096
@@ -293,7 +293,7 @@ SWIN = {"model_type": "swin", "patch_size": 4, "embed_dim": 16, "depths": [1, 1]
 CONVNEXT = {"model_type": "convnext", "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1]}
 
 
-@pytest.mark.parametrize("config", [SWIN, CONVNEXT], ids=["swin", "convnext"])
+@pytest.mark.parametrize("config", named({"swin": SWIN, "convnext": CONVNEXT}, ("swin",), DAILY))
 def test_image_model_trains_an_adapter_above_weights_of_8_bits(config: dict[str, Any], tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", "image-classification", config=config | {"image_size": 32}, max_steps=2, save_steps=2)
     plan = plan_for(tiny_profile(adapter={"always": True}, quantize={"bits": 8}), job)

@@ -54,7 +54,9 @@ ASKED = [({"warmup_steps": 0}, "active"), ({"lr_scheduler_type": "constant"}, "u
 
 @pytest.mark.parametrize(("asked", "status"), ASKED)
 def test_job_without_a_warmup_is_not_inactive(asked, status, tmp_path):
-    found = train_tiny(plan_for(tiny_profile(schedule={}), tiny_job(tmp_path / "data", **asked)), tmp_path).found
+    found = train_tiny(
+        plan_for(tiny_profile(schedule={}), tiny_job(tmp_path / "data", **{"max_steps": 2} | asked)), tmp_path
+    ).found
     assert {entry.name: evidence.status for entry, evidence in found}["schedule"] == status
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY
 from plugin_cases import Cases, Mutation, Refused
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ from hwopt.plugin import verify
 from hwopt.plugin.registry import Registry
 from hwopt.plugin.written import ONE_CARD
 from hwopt.report.memory import describe_host
+from hwopt.system.cache import cache_folder
 from hwopt.testing import (
     TINY_LLAMA,
     Recorder,
@@ -35,7 +37,7 @@ STAGES = [(1, "none"), (3, "parameters")]  # other tests of this file train in s
 
 def trained(folder: Path, name: str, kind: str, dtype: str, **plugins: Any) -> Any:
     """(final weights, recorder) of a run with uneven micro-batches, a partial last step and evaluations."""
-    job = tiny_job(folder / "data", kind, samples=21, max_steps=4, eval_steps=3)
+    job = tiny_job(folder / "data", kind, samples=21, max_steps=3, eval_steps=3)
     tables = {"adapter": plugins.pop("adapter")} if "adapter" in plugins else {}
     plan = plan_for(tiny_profile(**tables, length_batching={}, precision={"dtype": dtype}, optimizer={}, **plugins), job)
     recorder = train_tiny(plan, folder / name)
@@ -84,6 +86,8 @@ def test_half_weights_keep_fp32_masters(tmp_path: Path) -> None:
     assert {entry.name: evidence.status for entry, evidence in recorder.found}["precision"] == "active"
 
 
+@pytest.mark.integration
+@pytest.mark.daily
 def test_adapters_are_merged_and_saved_as_without_zero(tmp_path: Path) -> None:
     adapter = {"always": True, "r": 4, "kind": "dora"}
     ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": 3, "offload": "none"})
@@ -139,7 +143,7 @@ def resolved(folder: Path, memory_gib: float, zero: str) -> Any:
     config = TINY_LLAMA | {"hidden_size": 1600, "intermediate_size": 4864, "num_hidden_layers": 2, "vocab_size": 1000}
     pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     job = [f"model.config={{ {pairs} }}", "task.kind=causal-lm", f"data.train={folder / 'train.jsonl'}", "data.max_length=32"]
-    return api.resolve(str(folder / "mine.toml"), assignments=job, hardware="profile", cache=folder / "cache")
+    return api.resolve(str(folder / "mine.toml"), assignments=job, hardware="profile", cache=cache_folder())
 
 
 def test_auto_chooses_the_cheapest_that_fits_with_the_reason(tmp_path: Path) -> None:
@@ -156,20 +160,22 @@ def test_auto_chooses_the_cheapest_that_fits_with_the_reason(tmp_path: Path) -> 
 
 def test_offloaded_state_is_compared_with_host_memory(tmp_path: Path) -> None:
     plan = resolved(tmp_path, 8.0, 'stage = 2\noffload = "optimizer"\n')
-    elsewhere = plan_memory(plan, tmp_path / "cache")
+    elsewhere = plan_memory(plan, cache_folder())
     assert elsewhere.host_gib == pytest.approx(18 * plan.model.parameters / 2**30, rel=1e-3)
     assert elsewhere.fits  # the host memory of a described machine is unknown
     for cpu_memory_gib, fits in ((2.0, True), (1.0, False)):
         hardware = replace(plan.hardware, source="detected", cpu_memory_gib=cpu_memory_gib)
-        memory = plan_memory(replace(plan, hardware=hardware), tmp_path / "cache")
+        memory = plan_memory(replace(plan, hardware=hardware), cache_folder())
         assert (memory.fits, memory.margin_gib > 0) == (fits, True)
         assert ("NOT ENOUGH" in describe_host(memory)) is not fits
 
 
 @pytest.mark.parametrize(
     ("zero", "beside"),
-    [({"stage": 2, "offload": "optimizer"}, {"precision": {"dtype": "bf16"}}), ({"stage": 3, "offload": "parameters"}, {})],
-    ids=["2-offload-bf16", "3-parameters"],
+    [
+        pytest.param({"stage": 2, "offload": "optimizer"}, {"precision": {"dtype": "bf16"}}, id="2-offload-bf16", marks=DAILY),
+        pytest.param({"stage": 3, "offload": "parameters"}, {}, id="3-parameters"),
+    ],
 )
 def test_resume_gives_the_same_bits(zero: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
     """Two parameter groups: DeepSpeed maps optimizer state only for the first group."""

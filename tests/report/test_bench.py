@@ -1,7 +1,6 @@
 """The table of a bench on the terminal and as a page."""
 
 import io
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -89,13 +88,6 @@ def test_page_begins_with_the_verdict() -> None:
 def test_difference_that_is_not_clear_is_marked() -> None:
     found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup(1.01, 0.98, 1.02, 5))])
     assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(printed(found))
-
-
-def test_bench_as_json() -> None:
-    document = json.loads(json.dumps(BENCH.to_dict()))
-    assert [each["name"] for each in document["variants"]] == [each.name for each in ROWS]
-    assert document["variants"][2]["speedup"]["value"] == 1.5
-    assert document["facts"] == FACTS
 
 
 def test_page_escapes_names_and_messages() -> None:

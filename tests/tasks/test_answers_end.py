@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY, named
 from chat_templates import TEMPLATES, byte_tokenizer
 from documentation import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
@@ -73,13 +74,7 @@ def learn_by_heart(model: Any, tokens: list[int], other: int) -> None:
 
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", None], ids=["base", "instruct"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("glm4moe", "gptoss", "qwen3") else [pytest.mark.integration, pytest.mark.daily])
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", named({name: name for name in ALL}, ("gptoss", "qwen3"), DAILY))
 def test_answer_stops_at_its_end(name: str, eos: str | None, tmp_path: Path) -> None:
     base = tmp_path / "base"
     positions = base_model(base, ALL[name], eos)

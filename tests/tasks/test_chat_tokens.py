@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DAILY
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -52,9 +53,19 @@ def trained_on_chats(folder: Path, tied: bool, **plugins: Any) -> tuple[Path, li
     return trained(folder, base, {"train": str(source), "chat_template": "chatml", "max_length": 60}, **plugins)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+LORA: dict[str, Any] = {"adapter": {"always": True}}
+
+
 @pytest.mark.parametrize(
-    "plugins", [{}, {"adapter": {"always": True}}, {"adapter": {"always": True}, "quantize": {}}], ids=["full", "LoRA", "QLoRA"]
+    ("plugins", "tied"),
+    [
+        pytest.param({}, True, id="full"),
+        pytest.param(LORA, False, id="LoRA"),
+        pytest.param(LORA | {"quantize": {}}, True, id="QLoRA"),
+        pytest.param({}, False, id="full, untied", marks=DAILY),
+        pytest.param(LORA, True, id="LoRA, tied", marks=DAILY),
+        pytest.param(LORA | {"quantize": {}}, False, id="QLoRA, untied", marks=DAILY),
+    ],
 )
 def test_chatml_adds_its_tokens_and_trains_their_embeddings(plugins: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     run, notes = trained_on_chats(tmp_path, tied, **plugins)
@@ -90,7 +101,7 @@ def test_checkpoint_of_an_adapter_has_the_new_tokens_and_their_end(tied: bool, t
     assert end in TextGenerator(found.trained, found.model, Generation()).config.eos_token_id
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=DAILY), True])
 def test_fused_loss_trains_the_embeddings_of_new_tokens_under_an_adapter(tied: bool, tmp_path: Path) -> None:
     adapter = {"always": True}
     plain, _ = trained_on_chats(tmp_path / "plain", tied, adapter=adapter)

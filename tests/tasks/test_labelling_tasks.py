@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import DAILY
 from safetensors.torch import load_file
 from task_rows import LABELLED, write_rows
 
@@ -29,7 +30,8 @@ def train(folder: Path, kind: str, weights: str | None, **plugins: Any) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights"), [("regression", None), ("multi-label-classification", None), ("token-classification", "balanced")]
+    ("kind", "weights"),
+    [("multi-label-classification", None), ("token-classification", "balanced"), pytest.param("regression", None, marks=DAILY)],
 )
 def test_split_and_packing_do_not_change_the_training(kind: str, weights: str | None, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", kind, weights, batch={"train": 8, "gradient_accumulation_steps": 1})

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import DAILY, named
 from installed_task import installed
 from task_rows import job_of
 
@@ -79,7 +80,7 @@ def test_task_knows_which_metrics_it_has() -> None:
         causal.greater_is_better("eval_f1")
 
 
-@pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 90}], ids=["trained", "given"])
+@pytest.mark.parametrize("vocabulary", named({"trained": {}, "given": {"vocab_size": 90}}, ("trained",), DAILY))
 @pytest.mark.parametrize(
     "config",
     [

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import DAILY, named
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig
 
@@ -39,7 +40,7 @@ TINY_BART = {
     "dropout": 0.0,
     **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in SIZES.items()},
 }
-MODELS = [pytest.param(TINY_T5, id="t5"), pytest.param(TINY_BART, id="bart")]
+MODELS = named({"t5": TINY_T5, "bart": TINY_BART}, ("bart",), DAILY)
 
 
 def planned(folder: Path, config: Any = None, data: Any = None, plugins: Any = None, task: Any = None, **training: Any) -> Plan:
@@ -69,7 +70,7 @@ def test_pairs_to_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     """The commands that a user types."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "cache"))
-    write_pairs(Path("train.jsonl"), 160)
+    write_pairs(Path("train.jsonl"), 80)
     write_pairs(Path("dev.jsonl"), 12, seed=1)
     assert run_command(["init", "train.jsonl", "--yes"]) == 0
     written = Path("job.toml").read_text()
@@ -79,7 +80,7 @@ def test_pairs_to_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     Path("job.toml").write_text("\n".join(lines))
     assert run_command(["plan", "--sample", "1", "--profile", "cpu"]) == 0
     assert "[[" in capsys.readouterr().out
-    settings = {"training.num_train_epochs": 4, "training.learning_rate": 1e-2, "data.max_target_length": 8, "task.rouge": "true"}
+    settings = {"training.num_train_epochs": 1, "training.learning_rate": 1e-2, "data.max_target_length": 8, "task.rouge": "true"}
     settings["plugins.precision.dtype"] = "fp32"  # in bf16 a tie between two tokens depends on the batch
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     assert run_command(["run", "--profile", "cpu", "--name", "first", *options]) == 0

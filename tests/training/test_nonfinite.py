@@ -199,7 +199,6 @@ def test_run_continues_within_the_limits_of_skipped_updates(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
-        (2, "fp32"),
         (3, "bf16"),
         *(pytest.param(stage, dtype, marks=pytest.mark.soak) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
     ],

@@ -41,6 +41,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.integration
 def test_a_killed_process_is_continued_and_the_store_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"train": write_jsonl(tmp_path / "train.jsonl", ROWS), "max_length": 20}
     model = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}

@@ -63,7 +63,7 @@ def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], regis
     return plan_for(tiny_profile(**plugins), job, registry, **more)
 
 
-@pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA", "a large vocabulary")))
+@pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA")))
 def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     config, plugins = case
     plan = planned(tmp_path, config, plugins)
@@ -73,10 +73,9 @@ def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, 
     assert trace.eval.at(rows, 64).peak().bytes == pytest.approx(real.eval, rel=0.03, abs=4096)
 
 
-@pytest.mark.parametrize("weights", ["balanced", {"colour": 2.0}], ids=["balanced", "table"])
-def test_step_with_class_weights_is_traced(weights: Any, tmp_path: Path) -> None:
+def test_step_with_class_weights_is_traced(tmp_path: Path) -> None:
     document = tiny_job(tmp_path, config=BERT).document
-    job = make_job(Document(document.name, document.data | {"task": {"class_weights": weights}}))
+    job = make_job(Document(document.name, document.data | {"task": {"class_weights": "balanced"}}))
     plan = plan_for(tiny_profile(), job)
     assert plan_memory(plan, tmp_path / "cache").tier == "traced"
     real = measure(plan, Shape(8, 32), Head(2)).train
