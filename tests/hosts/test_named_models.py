@@ -86,7 +86,6 @@ def test_quantized_weights_below_the_adapter(own: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.daily
 def test_quantization_of_the_user_wins_and_a_model_that_is_loaded_has_neither(tmp_path: Path) -> None:
     from trl import SFTTrainer
 

@@ -198,7 +198,7 @@ def test_reward_model_with_margins_is_split(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*remove_unused_columns=False:UserWarning", "ignore:You are importing from 'trl.exp:UserWarning"
 )
-@pytest.mark.parametrize("name", ["KTO", *(pytest.param(name, marks=DAILY) for name in ("GRPO", "ORPO"))])
+@pytest.mark.parametrize("name", ["KTO", pytest.param("GRPO", marks=pytest.mark.integration), pytest.param("ORPO", marks=DAILY)])
 def test_loss_over_a_batch_and_rows_made_in_the_step_stay_whole(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +225,7 @@ def test_loss_over_a_batch_and_rows_made_in_the_step_stay_whole(
     cls = getattr(package, f"{name}Trainer")
     _, wanted = steps(cls, "plain")
     trainer, found = steps(hwopt.optimized(cls, "cpu", **SPLIT), "ours")
-    assert farthest(found, wanted) == 0
+    assert found == wanted != []
     reason = "the trainer makes its rows inside the step" if name == "GRPO" else f"{name}Trainer computes a loss of its own"
     assert f"skip     batch: {reason}" in capsys.readouterr().out.replace("a step is not split: ", "")
     assert {"optimizer", "sdpa"} <= {entry.name for entry in trainer._run.plan.applied()}

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import DAILY
 from plugin_cases import LAYERS, Mutation, Part, all_cases, cases, check_mutation, mutations
 
 from hwopt.planning.plan import Plan
@@ -45,11 +44,11 @@ def test_evidence_of_an_optimization_without_effect_is_inactive(
 
 PART = [pytest.param(name, part, id=part.what) for name, its in all_cases().items() for part in its.parts]
 LATE = [
-    pytest.param(name, part, id=part.what, marks=() if name in ("checkpointing", "optimizer") else DAILY)
+    pytest.param(name, part, id=part.what, marks=() if name in ("checkpointing", "optimizer") else pytest.mark.integration)
     for name, its in all_cases().items()
     for part in its.parts
 ]
-"""By default one effect of every step and one state; the others are daily integration tests."""
+"""By default one effect of every step and one state; the others are integration tests."""
 FOUR_LAYERS = TINY_LLAMA | {"num_hidden_layers": LAYERS}
 
 

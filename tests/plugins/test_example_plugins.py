@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DAILY, named
+from cases import named
 from event_calls import calling
 from example_plugins import BESIDE, CLASSES, FOLDER, OPTIONS, registry
 from safetensors.torch import load_file
@@ -14,7 +14,7 @@ from hwopt.plugin.registry import Registry
 from hwopt.testing import check_contract_of, plan_for, tiny_job, tiny_profile, train_tiny
 
 
-@pytest.mark.parametrize("name", named({name: name for name in CLASSES}, ("gradient_noise",), DAILY))
+@pytest.mark.parametrize("name", named({name: name for name in CLASSES}, ("gradient_noise",), pytest.mark.integration))
 def test_example_keeps_the_contract(name: str, tmp_path: Path) -> None:
     """Each example trains, has evidence, and resumes to the same bits."""
     check_contract_of(name, tmp_path, OPTIONS.get(name), registry(), beside=BESIDE.get(name))

@@ -119,7 +119,7 @@ def test_half_weights_work_with_packed_weights(tmp_path: Path) -> None:
     assert {value.dtype for value in load_file(tmp_path / "run" / "final" / "model.safetensors").values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=DAILY)])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.integration)])
 def test_loftq_starts_nearer_to_the_weights_before_quantization(bits: int, tmp_path: Path) -> None:
     """With the whole rank nothing of the rounding is left, whatever `lora_alpha`; the saved adapter says nothing of LoftQ."""
     width = TINY_LLAMA["hidden_size"]

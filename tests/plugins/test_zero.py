@@ -87,7 +87,6 @@ def test_half_weights_keep_fp32_masters(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.daily
 def test_adapters_are_merged_and_saved_as_without_zero(tmp_path: Path) -> None:
     adapter = {"always": True, "r": 4, "kind": "dora"}
     ours, _ = trained(tmp_path, "zero", "causal-lm", "fp32", adapter=adapter, zero={"stage": 3, "offload": "none"})

@@ -73,9 +73,10 @@ def test_prediction_matches_the_allocator(case: tuple[dict[str, Any], dict[str, 
     assert trace.eval.at(rows, 64).peak().bytes == pytest.approx(real.eval, rel=0.03, abs=4096)
 
 
-def test_step_with_class_weights_is_traced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["balanced", {"colour": 2.0}], ids=["balanced", "table"])
+def test_step_with_class_weights_is_traced(weights: Any, tmp_path: Path) -> None:
     document = tiny_job(tmp_path, config=BERT).document
-    job = make_job(Document(document.name, document.data | {"task": {"class_weights": "balanced"}}))
+    job = make_job(Document(document.name, document.data | {"task": {"class_weights": weights}}))
     plan = plan_for(tiny_profile(), job)
     assert plan_memory(plan, tmp_path / "cache").tier == "traced"
     real = measure(plan, Shape(8, 32), Head(2)).train
