@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -108,34 +108,42 @@ def plan_for(
     before = inputs.profile(profile, asked).content.plugins
     own, wins = own_options(script.own, before, inputs.registry)
     if strict and wins:
-        raise InputError(f"strict: {wins[0]}. Change one of the two")
+        raise InputError(f"strict: {next(iter(wins.values()))}. Change one of the two")
     model = transformers_model(model)
     config = getattr(model, "config", model)
     job = job_of(config, task_of(model), script.training)
     facts = facts_of_model(model, script.adapter)
     sizes, more = sizes_of(script, before, tables)
-    final = inputs.profile(profile, [*asked, *own, *sizes])
-    resolved = partial(
-        resolve,
-        # without defaults for data, such as max_length, and without a step's rows: these are the script's
-        replace(final, content=final.content.model_copy(update={"data": DataDefaults(), "plugins": stepless(final, tables)})),
-        with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
-        job,
-        inputs.registry,
-        facts,
-        detect_software(),
-        world_size=script.world_size,
-        strict=strict,
-        lacking=script.lacks,
-        tokens_per_sample=lambda: script.tokens_per_sample,
-    )
+
+    def resolved_without(names: Collection[str]) -> Callable[..., Plan]:
+        final = inputs.profile(profile, [*asked, *own, *sizes, *assignments_of(dict.fromkeys(names, False))])
+        return partial(
+            resolve,
+            # without defaults for data, such as max_length, and without a step's rows: these are the script's
+            replace(final, content=final.content.model_copy(update={"data": DataDefaults(), "plugins": stepless(final, tables)})),
+            with_layer_speed(hardware, facts.hidden_size, script.world_size, cache_folder()),
+            job,
+            inputs.registry,
+            facts,
+            detect_software(),
+            world_size=script.world_size,
+            strict=strict,
+            lacking=script.lacks,
+            tokens_per_sample=lambda: script.tokens_per_sample,
+        )
+
+    resolved = resolved_without(())
     plan = resolved()
+    if replaced := dict(replaced_settings(script.own, plan, inputs.registry)):
+        wins |= replaced
+        resolved = resolved_without({plugin_of(word) for word in replaced})
+        plan = resolved()
     if plan.chose:  # the lengths of the script's texts are not known yet: the least memory
         plan = resolved(choices={entry.name: entry.choices - 1 for entry in plan.entries})
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
-    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, why, *wins, more))))
+    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, why, *wins.values(), more))))
 
 
 def task_of(model: Any) -> str:
@@ -228,31 +236,49 @@ def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: M
     return [f"{plugin_aliases()[word]}={rows}" for word, rows in sizes.items()], line
 
 
+def plugin_of(word: str) -> str:
+    """The name of the plugin that has an option for the argument `word`."""
+    return plugin_aliases()[word].split(".")[1]
+
+
+def options_for(word: str, value: Any, registry: Registry) -> Mapping[str, Any]:
+    """The options of `plugin_of(word)` for an argument of the script; {"enabled": False} if it has no equivalent among them."""
+    plugin = registry.plugin(plugin_of(word))
+    options = options_from(plugin.aliases[word], value)
+    return {"enabled": False} if options is None or value is False or not accepted(plugin, options) else options
+
+
 def own_options(
     own: Mapping[str, Any], profile: Mapping[str, Mapping[str, Any]], registry: Registry
-) -> tuple[list[str], list[str]]:
-    """`own` (`Script.own`) as `--set` takes it, and a line for each setting that replaces one of `profile` (plugin -> options).
+) -> tuple[list[str], dict[str, str]]:
+    """`own` (`Script.own`) as `--set` takes it, and word -> a line, if it replaces a setting of `profile` (plugin -> options).
 
     A word or value without equivalent among the options leaves its plugin out: the script does it itself.
     """
     found: dict[str, dict[str, Any]] = {}
-    wins: list[str] = []
+    wins: dict[str, str] = {}
     for word, value in own.items():
-        if word not in plugin_aliases():
+        if word not in plugin_aliases() or (name := plugin_of(word)) not in profile:
             continue
-        name = plugin_aliases()[word].split(".")[1]
-        plugin = registry.plugin(name)
-        options = options_from(plugin.aliases[word], value)
-        if options is None or value is False or not accepted(plugin, options):
-            options = {"enabled": False}
-        present = profile.get(name, {})
+        present = profile[name]
+        options = options_for(word, value, registry)
         changed = {key: each for key, each in options.items() if present.get(key, key == "enabled") != each}
-        if name not in profile or not changed:
-            continue
-        found.setdefault(name, {}).update(changed)
-        theirs = ", ".join(f"{key} = {present[key]!r}" for key in changed if key in present) or f"plugin {name!r}"
-        wins.append(f"{word} = {value!r} of your arguments wins over the profile's {theirs}")
+        if changed:
+            found.setdefault(name, {}).update(changed)
+            theirs = ", ".join(f"{key} = {present[key]!r}" for key in changed if key in present) or f"plugin {name!r}"
+            wins[word] = f"{word} = {value!r} of your arguments wins over the profile's {theirs}"
     return list(assignments_of(found)), wins
+
+
+def replaced_settings(own: Mapping[str, Any], plan: Plan, registry: Registry) -> Iterator[tuple[str, str]]:
+    """Yield (word, why the script does it itself) for each setting of `own` that its plugin would replace by a fallback."""
+    entries = {entry.name: entry for entry in plan.entries if entry.decision == "fallback"}
+    for word, value in own.items():
+        if word not in plugin_aliases() or (entry := entries.get(plugin_of(word))) is None:
+            continue
+        options = options_for(word, value, registry)
+        if any(getattr(entry.options, key, each) != each for key, each in options.items()):
+            yield word, f"{word} = {value!r} of your arguments stays, without plugin {entry.name!r}: {entry.reason}"
 
 
 def accepted(plugin: Any, options: Mapping[str, Any]) -> bool:

@@ -201,6 +201,18 @@ def test_what_the_script_sets_wins(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (trainer.args.optim, trainer.args.bf16) == ("adafactor", True)
 
 
+def test_what_a_plugin_would_replace_stays_as_the_script_sets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, optim="adamw_8bit")
+    output = capsys.readouterr().out
+    assert (
+        "optim = 'adamw_8bit' of your arguments stays, without plugin 'optimizer': adamw_bnb_8bit: bitsandbytes on a CPU"
+        in output
+    )
+    assert "optim = 'adamw_8bit' of your arguments wins" not in output
+    assert type(trainer.optimizer.optimizer).__module__ == "bitsandbytes.optim.adamw"
+    assert "optimizer" not in {entry.name for entry in trainer._run.plan.applied()}
+
+
 def test_strict_refuses_what_would_be_skipped_or_replaced_and_not_what_the_arguments_set(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="group_lengths"):
         train(optimized(strict=True, group_lengths=True), tmp_path)
