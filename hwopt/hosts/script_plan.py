@@ -141,7 +141,7 @@ def plan_for(
     if plan.chose:  # the lengths of the script's texts are not known yet: the least memory
         plan = resolved(choices={entry.name: entry.choices - 1 for entry in plan.entries})
     batch = plan.batch.evaluating(script.eval_rows)
-    if tables.get(plugin_aliases()["per_device_train_batch_size"].split(".")[1]) is False:  # a step is as the script makes it
+    if tables.get(plugin_of("per_device_train_batch_size")) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
     return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, why, *wins.values(), more))))
 

@@ -78,7 +78,9 @@ def test_plan_says_that_a_run_would_refuse_the_data(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["refused"] in done.stderr
     assert re.search(r"train.jsonl:41: has 5,00\d tokens, more than the model's limit", done.stderr)
     for code, setting in (
+        (4, "data.max_bad_rows=0"),
         (4, "data.train=nowhere.jsonl"),
+        (4, "data.test=nowhere-*.jsonl"),
         (2, "model.tokenizer=./nowhere"),
         (2, "training.metric_for_best_model=bleu"),
     ):

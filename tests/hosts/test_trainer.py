@@ -71,8 +71,9 @@ def test_losses_and_norms_are_those_of_the_unmodified_script(
     assert real <= computed < 1.3 * real
 
 
-def test_the_output_folder_holds_plan_evidence_and_report(tmp_path: Path) -> None:
-    own = {"eval_strategy": "no", "logging_steps": 1, "include_num_input_tokens_seen": "all"}
+@pytest.mark.parametrize("counted", ["no", "all"])
+def test_the_output_folder_holds_plan_evidence_and_report(counted: str, tmp_path: Path) -> None:
+    own = {"eval_strategy": "no", "logging_steps": 1, "include_num_input_tokens_seen": counted}
     trainer, steps = train(optimized(), tmp_path, **own)
     record = read_record(tmp_path)
     assert record.complete

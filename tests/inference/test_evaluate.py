@@ -82,7 +82,7 @@ def test_out_of_memory_halves_the_batch_and_counts_each_row_once(classifier: Pat
     assert len(warnings) == 2
 
 
-@pytest.mark.parametrize("tables", [{"adapter": {"always": True}}, {"precision": {"dtype": "bf16", "level": "O2"}}])
+@pytest.mark.parametrize("tables", [{}, {"adapter": {"always": True}}, {"precision": {"dtype": "bf16", "level": "O2"}}])
 def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tables: dict[str, Any], tmp_path: Path) -> None:
     job = tiny_job(tmp_path / "data", max_steps=1)
     train_tiny(plan_for(tiny_profile(), job), tmp_path / "base")

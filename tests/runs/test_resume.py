@@ -74,9 +74,9 @@ def same(ours: Path, theirs: Path) -> bool:
     return all(saved_bits(ours / part) == saved_bits(theirs / part) for part in parts)
 
 
-@pytest.mark.parametrize("step", [1, 4, 5], ids=lambda step: f"step{step}")
+@pytest.mark.parametrize("step", [1, 4, 5, 12], ids=lambda step: f"step{step}")
 def test_resume_from_any_step_gives_the_same_bits(step: int, uninterrupted: Path, tmp_path: Path) -> None:
-    """Steps in an epoch, at its end (4), after an evaluation (5), and in a log interval (1, 5)."""
+    """Steps in an epoch, at its end (4, 12), after an evaluation (5), and in a log interval (1, 5)."""
     resumed_from(uninterrupted, step, tmp_path / "run")
     assert same(tmp_path / "run", uninterrupted / "run")
     for key in ("step", "loss", "eval_loss", "learning_rate"):
