@@ -1,6 +1,7 @@
 """Training scripts as their users write them, in functions: a tiny model, random rows, the losses and norms of each step."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,15 @@ def train(
 
 
 def reset() -> None:
-    """Forget the precision and the ranks of the Accelerator before: a script has a process of its own."""
+    """Forget what other packages keep of the script before: a script has a process of its own.
+
+    That is the precision and the ranks of its Accelerator, and the weights whose 8-bit states it turned off (the Trainer does so
+    for embeddings), which bitsandbytes knows by their place in the optimizer alone.
+    """
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    if "bitsandbytes" in sys.modules:
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 
 
 def memory_of(limit: int) -> Callable[..., None]:
