@@ -12,6 +12,7 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -123,6 +124,7 @@ class Page:
         return list(first.values())
 
 
+@cache
 def read_page(path: Path) -> Page:
     name = path.relative_to(ROOT).as_posix()
     parts: list[Block | Command] = []
