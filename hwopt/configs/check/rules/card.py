@@ -60,6 +60,17 @@ def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("tf32", f"tf32 and {half} are both on.", why)
 
 
+@rule("compute-type", "warning", words=("bnb_4bit_compute_dtype",), source="bitsandbytes, Linear4bit.forward", tools=TRAINERS)
+def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
+    """Products of 4-bit layers in fp32 beside half precision."""
+    half = {"bf16": "bfloat16", "fp16": "float16"}
+    word = next((word for word in half if view.is_on(word)), None)
+    if word and str(view.value("bnb_4bit_compute_dtype")).removeprefix("torch.") in ("float32", "fp32", "float"):
+        what = f"{view.spelled('bnb_4bit_compute_dtype')} is fp32 beside {view.spelled(word)} = true."
+        why = "bitsandbytes casts the input of each 4-bit layer to fp32: its products run in fp32, at a fraction of the speed."
+        yield Finding("bnb_4bit_compute_dtype", what, why, view.line("bnb_4bit_compute_dtype", half[word]))
+
+
 @rule("fp16-model", "warning", words=("fp16", "mixed_precision"), source="transformers#36822 (Gemma) and #9295 (T5)")
 def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
     """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
