@@ -135,7 +135,13 @@ class Sdpa(hw.Plugin):
         for kernel, count in kernels.most_common()[1:]:
             where = hw.first_names([name for name, own in modules.items() if kernel in own])
             seen += f"; {kernel} in {count} of {len(modules)} layers: {where}"
-        return hw.Evidence.active(seen, kernel=frozenset({*calls, *kernels}) or frozenset({"eager"}))
+        found = {*calls, *kernels} or {"eager"}
+        if "math" in calls and run.device.type == "cpu":
+            biased = with_trained_bias(run.inner_model, modules)
+            if calls["math"] == sum(run.observation.forward_calls[name] for name in biased):
+                found.remove("math")
+                seen += "; math where position biases are trained: on a CPU flash computes no gradient for them"
+        return hw.Evidence.active(seen, kernel=frozenset(found))
 
     def expects(self) -> Mapping[str, Any]:
         first, *rest = self.options.prefer
@@ -149,3 +155,16 @@ def kernels_in(operators: Iterable[str]) -> set[str]:
     return {kernel for kernel, begin in OPERATORS.items() if any(name.startswith(begin) for name in operators)} or (
         {"eager"} if operators and all("softmax" in name for name in operators) else set()
     )
+
+
+def with_trained_bias(model: Any, attention: Iterable[str]) -> list[str]:
+    """Those of the modules `attention` that add a trained table of positions to their scores, as T5's do.
+
+    The first self-attention of a stack has the table for all of it. With checkpointing T5 also wants a gradient of the zeros that
+    its cross-attention adds.
+    """
+    t5 = {name: module for name in attention if hasattr(module := model.get_submodule(name), "has_relative_attention_bias")}
+    kinds = {name: name.rpartition(".")[2] for name in t5}
+    tables = [name for name, module in t5.items() if module.has_relative_attention_bias]
+    trained = {kinds[name] for name in tables if t5[name].relative_attention_bias.weight.requires_grad}
+    return [name for name, module in t5.items() if kinds[name] in trained or getattr(module, "gradient_checkpointing", False)]

@@ -9,12 +9,13 @@ import torch
 from plugin_cases import LAYERS, Cases, Mutation, Part
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.profiler import profile
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from hwopt.hardware.device import described
 from hwopt.model.facts import ModelFacts
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, tiny_job, tiny_profile, train_tiny
+from hwopt.training.evidence import observing
 from hwopt_plugins.sdpa import Sdpa, attention_kernels
 
 FACTS = ModelFacts("tiny", "bert", "BertForSequenceClassification", 10_000, 2, 32, 100, 512, False, True, True, True, 0.0)
@@ -40,7 +41,7 @@ def observed(dropout, kernels):
     with attention_kernels(kernels), profile() as profiler:
         model.train()(input_ids=torch.randint(0, 100, (2, 8))).logits.sum().backward()
     operators = Counter({event.key: event.count for event in profiler.key_averages()})
-    return SimpleNamespace(inner_model=model, observation=Observation(operators=operators))
+    return SimpleNamespace(inner_model=model, device=torch.device("cpu"), observation=Observation(operators=operators))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,30 @@ def test_evidence_where_dropout_ruled_the_fused_kernel_out():
     assert "math 2" in evidence.seen
     evidence = verify(Sdpa(Sdpa.Options(prefer=("math", "flash"))), observed(0.1, ("math", "flash")))
     assert evidence.status == "active"
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "math", "flash", "math_where_flash_can_run"),
+    [(False, 4, 2, False), (True, 12, 0, False), (False, 6, 0, True)],
+    ids=["self-attention in math", "checkpointing", "cross-attention in math"],
+)
+def test_evidence_of_trained_position_biases_on_a_cpu(checkpointing, math, flash, math_where_flash_can_run):
+    """torch's flash kernel for CPUs computes no gradient for T5's position biases; where there are none it must run."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
+    model = T5ForConditionalGeneration(config).train()
+    if checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    run = SimpleNamespace(inner_model=model, device=torch.device("cpu"))
+    ids = torch.randint(1, 100, (2, 8))
+    order = (SDPBackend.MATH,) if math_where_flash_can_run else (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    with sdpa_kernel(list(order)), observing(run):
+        model(input_ids=ids, labels=ids).loss.backward()
+    evidence = verify(Sdpa(Sdpa.Options(prefer=("flash", "math"))), run)
+    assert evidence.status == ("inactive" if math_where_flash_can_run else "active"), evidence.seen
+    assert f"math {math}" in evidence.seen
+    assert (f"flash {flash}" in evidence.seen) == bool(flash)
 
 
 def unfused_attention(query, key, value, attn_mask=None, **options):
