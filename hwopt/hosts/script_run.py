@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -129,6 +130,7 @@ class ScriptRun(PlannedRun):
         self.steps: list[ScriptStep] = []
         self.found: evidence.Collected = []
         self.observing = ExitStack()
+        atexit.register(self.observing.close)
         self.below_loss: Any = None  # the part of the model that computes no loss, where a plugin's loss is in the model
         self.compiled: dict[torch.nn.Module, Any] = {}  # a module that the plan compiled -> its compiled call
         self.stack = ExitStack()  # what ends with `process`
@@ -228,7 +230,7 @@ class ScriptRun(PlannedRun):
         self.observing.enter_context(evidence.observing(self))
 
     def stop_observing(self) -> None:
-        """Leave the profiler, also after an error: one that is left open crashes the interpreter at its end."""
+        """Leave the profiler, also after an error and when the script ends: one that is left open crashes the interpreter."""
         self.observing.close()
 
     def end_step(self, skipped: bool) -> None:

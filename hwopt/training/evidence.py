@@ -80,6 +80,11 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
     ranges: list[Any] = []
     hooks = []
+
+    def end() -> None:
+        if ranges:  # none has begun in a module that is being called while its hooks are registered
+            ranges.pop().__exit__(None, None, None)
+
     if not any(module._compiled_call_impl is not None for module in model.modules()):
         attends = {*attention_modules(model)}
         for name, module in model.named_modules():
@@ -88,7 +93,7 @@ def counted_calls(model: Any) -> Iterator[Counter[str]]:
             if plain or name in attends:
                 begin = partial(record_function, f"{RANGE}{name}")
                 hooks.append(module.register_forward_pre_hook(lambda *_, begin=begin: ranges.append(begin().__enter__())))
-                hooks.append(module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True))
+                hooks.append(module.register_forward_hook(lambda *_: end(), always_call=True))
     try:
         yield calls
     finally:

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -209,6 +211,21 @@ def test_plan_ends_with_a_prepare_that_fails() -> None:
     prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert prepared is not None
     accelerator.end_training()
+
+
+def test_script_may_end_within_the_first_step() -> None:
+    """Without `end_training()`. The model is a single layer, and the step's profiler begins in its own forward call."""
+    script = """if True:
+        import torch
+        from hwopt import Accelerator
+
+        model = torch.nn.Linear(4, 2)
+        model, optimizer = Accelerator(profile="cpu").prepare(model, torch.optim.AdamW(model.parameters()))
+        model(torch.ones(3, 4)).sum().backward()
+        raise SystemExit("ends here")
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.strip().splitlines()[-1]) == (1, "ends here"), ended.stderr
 
 
 def test_optimizer_of_another_class_stays_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
