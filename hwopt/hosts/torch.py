@@ -211,6 +211,11 @@ class Session:
         """Called after each update of the weights."""
         if not self.in_step:  # another optimizer has ended the step
             return
+        if self.additive and not self.parts and self.run.step == 0:
+            self.additive = None
+            self.run.leave_out(
+                dict.fromkeys(STEP_FIELDS, "your loop does not call micro_batches, accumulate or accumulate_batch")
+            )
         self.run.last_step_batch = ScriptStep.of(self.run.step, self.parts)
         self.parts, self.in_step = [], False
         self.run.end_step(skipped=False)

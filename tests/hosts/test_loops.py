@@ -127,6 +127,18 @@ def test_bare_loop_without_a_law_keeps_its_batches_whole(capsys: pytest.CaptureF
     assert "skip     length_batching: hwopt does not know how the loss adds up" in capsys.readouterr().out
 
 
+def test_word_without_the_call_that_splits_leaves_the_batches_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(4, 2)
+    with hwopt.session("cpu", model, rows=3, additive="rows", precision=False) as session:
+        optimizer = session.optimizer(model.parameters())
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    output = capsys.readouterr().out
+    assert "skip     length_batching: your loop does not call micro_batches, accumulate or accumulate_batch" in output
+    assert "after step 1: active   optimizer" in output
+
+
 def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() -> None:
     model, batch = bert(), batches()[0]
     forward = model.forward
