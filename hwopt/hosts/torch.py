@@ -94,6 +94,7 @@ class Session:
         if self.run.optimizer is None:
             self.run.optimizer = optimizer
         self.stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
+        self.stack.callback(optimizer.register_load_state_dict_pre_hook(with_own_kernels).remove)
 
     def micro_batches(self, batch: Batch) -> Iterator[CollatedPart]:
         """The parts of `batch` by length; each loss is to be multiplied by its `weight`. The whole batch without `additive`."""
@@ -227,6 +228,15 @@ class Session:
         if self.additive and (line := self.run.token_line()):
             self.run.say(line)
         self.run.listener.on_end(self.run, DONE if error is None else str(error) or type(error).__name__)
+
+
+def with_own_kernels(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A `saved` state with the kernels of `optimizer` instead of those of the script that saved it."""
+    groups = [
+        group | {key: own[key] for key in ("fused", "foreach") if key in own}
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
 
 
 def planned(

@@ -139,6 +139,20 @@ def test_word_without_the_call_that_splits_leaves_the_batches_whole(capsys: pyte
     assert "after step 1: active   optimizer" in output
 
 
+def test_state_of_another_scripts_optimizer_does_not_bring_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(4, 2)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(3, 4)).sum().backward()
+    theirs.step()
+    with hwopt.session("cpu", model, rows=3, precision=False) as session:
+        optimizer = session.optimizer(model.parameters())
+        optimizer.load_state_dict(theirs.state_dict())
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert "1 call(s) of the fused kernel in this step" in capsys.readouterr().out
+
+
 def test_forward_of_a_bare_loop_computes_in_bf16_until_the_end_of_the_session() -> None:
     model, batch = bert(), batches()[0]
     forward = model.forward
