@@ -13,11 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hwopt.data.batches.step_batch import Widths
 from hwopt.errors import HwoptError
 from hwopt.memory.forecast.lengths import Lengths, lengths_of
 from hwopt.memory.forecast.planner import device_trace, fitted, traced_memory
-from hwopt.memory.shapes import Shape
+from hwopt.memory.shapes import Shape, widths_of
 from hwopt.memory.trace.tracing_process import spent
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan, Replan
@@ -180,7 +179,7 @@ class Advisor:
         target = target if 0 < target < memory.width else max(1, memory.width // 2)
         target = target // 8 * 8 or target
         trace = device_trace(plan, memory.width, self.lengths.head, self.cache)
-        width = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of).of(target)
+        width = widths_of(plan).of(target)
         changed = traced_memory(plan, Shape(memory.rows, width), self.lengths, trace)
         texts = self.lengths.train
         cost = "truncates texts" if texts is None else f"truncates {float((texts > target).mean()):.0%} of the texts"

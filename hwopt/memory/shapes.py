@@ -21,6 +21,8 @@ class Shape:
 
     rows: int
     width: int
+    target: int | None = None
+    """Tokens of the longest target of an encoder-decoder; None: as `Head.target` says."""
 
 
 class Head(NamedTuple):
@@ -34,11 +36,24 @@ class Head(NamedTuple):
     """Tokens of the longest target of an encoder-decoder; None: the most that the job allows."""
 
 
+def widths_of(plan: Plan) -> Widths:
+    return Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
+
+
+def padded_shapes(plan: Plan, lengths: Sequence[int], targets: Sequence[int] | None, most_rows: int) -> list[Shape]:
+    """Return the shape of each micro-batch into which the recipe cuts samples of these `lengths`. `targets`: tokens of theirs."""
+    widths, cut = widths_of(plan), plan.recipe.cut or cut_in_order
+    padded = [widths.of(length) for length in lengths]
+    found = []
+    for group in cut(padded, most_rows):
+        target = None if targets is None else widths.of(max(targets[place] for place in group))
+        found.append(Shape(len(group), max(padded[place] for place in group), target))
+    return found
+
+
 def padded_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
     """Return (rows, width) of each micro-batch into which the recipe cuts samples of these `lengths`."""
-    widths, cut = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of), plan.recipe.cut or cut_in_order
-    padded = [widths.of(length) for length in lengths]
-    return [(len(group), max(padded[place] for place in group)) for group in cut(padded, most_rows)]
+    return [(shape.rows, shape.width) for shape in padded_shapes(plan, lengths, None, most_rows)]
 
 
 def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
@@ -48,8 +63,7 @@ def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> lis
     task = make_task(plan.job)
     config = task.load_config(plan.job)
     samples = [task.placeholder(plan.job, config, length, 1) for length in lengths]
-    widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
-    collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths))
+    collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths_of(plan)))
     batch: StepBatch = collate(Step(0, 0, tuple(range(len(samples))), len(samples)), samples, [1] * len(samples))
     return batch.sizes
 

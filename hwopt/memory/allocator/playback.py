@@ -8,15 +8,16 @@ played until it needs no more memory than before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Timeline, largest
 
+GRADIENTS = KINDS.index("gradients")
 STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
 
@@ -40,38 +41,55 @@ class PlayedRun:
     """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
-PlayedSteps = tuple[Timeline, Timeline, Timeline | None, Iterable[Timeline]]
-"""The arguments of `played_run`."""
+class PlayedSteps(NamedTuple):
+    """The arguments of `played_run`."""
+
+    train: Timeline
+    evaluation: Timeline
+    pooled: Timeline | None = None
+    steps: Iterable[Sequence[Timeline]] = ()
+    evaluations: Sequence[Timeline] = ()
 
 
 def played_run(
-    train: Timeline, evaluation: Timeline, pooled: Timeline | None = None, earlier: Iterable[Timeline] = ()
+    train: Timeline,
+    evaluation: Timeline,
+    pooled: Timeline | None = None,
+    steps: Iterable[Sequence[Timeline]] = (),
+    evaluations: Sequence[Timeline] = (),
 ) -> PlayedRun:
-    """Return the memory of a run. hwopt tries the largest evaluation batch before step 1.
+    """Return the memory of a run. hwopt tries the first evaluation batch before step 1.
 
     A later evaluation finds other free blocks: the steps before it have split the large ones for what they keep.
+    `train`, `evaluation`: the largest micro-batches.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
-    `earlier`: smaller training steps before `train`, the largest one, which cannot use the segments of their large tensors.
+    `steps`: the micro-batches of steps of the run. They leave segments that are too small for the tensors of larger ones.
+    `evaluations`: the batches of an evaluation, in order; () if only the largest is known.
     """
+    evaluations = evaluations or (evaluation,)
     if not train.cached:
-        peaks = train.peak(), evaluation.peak()
+        peaks = train.peak(), highest(each.peak() for each in evaluations)
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
     allocator = CachingAllocator(train.expandable)
-    tried = Player(evaluation, allocator)
-    tried.step("missing" if train.late_state else "exists")
-    training = tried
+    player = Player(evaluations[0], allocator)
+    player.step("missing" if train.late_state else "exists")
     state: State = "created" if train.late_state else "exists"
-    for step in earlier:
-        training = Player(step, allocator, training)
-        training.step(state)
+    found = []
+    for micro_batches in steps:
+        for number, micro_batch in enumerate(micro_batches):
+            player = Player(micro_batch, allocator, player)
+            found.append(player.micro_batch(state, first=number == 0, last=number == len(micro_batches) - 1))
         state = "exists"
-    training = Player(train, allocator, training)
+    player = Player(train, allocator, player)
     if state == "created":
-        training.step(state)
-    peak = training.steady_step()
-    evaluating = Player(evaluation, allocator, training)
-    eval_peak = evaluating.step()
-    Player(train, allocator, evaluating).steady_step()
+        player.step(state)
+    peak = highest([*found, player.steady_step()])
+    evaluated = []
+    for batch in evaluations:
+        player = Player(batch, allocator, player)
+        evaluated.append(player.step())
+    eval_peak = highest(evaluated)
+    Player(train, allocator, player).steady_step()
     reserved = allocator.reserved
     if pooled is None:
         return PlayedRun(peak, eval_peak, reserved)
@@ -81,6 +99,10 @@ def played_run(
     return PlayedRun(peak, Peak(eval_peak.bytes + kept, parts), reserved + pool, pool)
 
 
+def highest(peaks: Iterable[Peak]) -> Peak:
+    return max(peaks, key=lambda peak: peak.bytes)
+
+
 def summed_gradients(step: Timeline) -> list[int]:
     """Return the storages of the gradients that the micro-batches of a step add to; none if it has one micro-batch.
 
@@ -88,7 +110,7 @@ def summed_gradients(step: Timeline) -> list[int]:
     """
     first = step.events[step.before : step.phases[0]]
     numbers = first[first > 0] - 1
-    return [int(number) for number in numbers[step.kinds[numbers] == KINDS.index("gradients")]]
+    return [int(number) for number in numbers[step.kinds[numbers] == GRADIENTS]]
 
 
 def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline) -> int:
@@ -142,6 +164,7 @@ class Player:
         """`before`: the player of earlier steps, whose storages this one takes over."""
         self.timeline, self.allocator = timeline, allocator
         self.sizes: list[int] = np.ceil(timeline.sizes).astype(np.int64).tolist()
+        self.kinds: list[int] = timeline.kinds.tolist()
         self.events: list[int] = timeline.events[timeline.before :].tolist()
         self.state = set(np.flatnonzero(timeline.kinds[: timeline.before] == KINDS.index("optimizer_state")).tolist())
         self.update = int(timeline.phases[1]) - timeline.before
@@ -150,10 +173,24 @@ class Player:
         self.added = added_gradients(timeline, self.summed) if self.summed else set()
         if sorted(self.sizes[number] for number in self.summed) != sorted(self.sizes[number] for number in self.added):
             self.summed, self.added = frozenset(), set()  # of an engine, which adds shards of them
+        self.copies = self.copies_of_weights() if self.summed else frozenset()
         self.live: dict[int, Block] = {}
         """Storage number -> its block."""
+        self.carried: dict[int, Block] = {} if before is None else before.carried
+        """What the next micro-batch of the step finds: gradients, which it adds to, and copies of weights."""
         self.left = [] if before is None else [(before.sizes[number], block) for number, block in before.live.items()]
         """(size, block) of each storage of earlier steps that may replace one of this step."""
+
+    def copies_of_weights(self) -> frozenset[int]:
+        """Return the storages of the forward pass that live until both passes have ended.
+
+        They are those of `hwopt.training.accumulation.weights_cast_once`, which the micro-batches of a step share.
+        """
+        passes, forward = self.events[: self.update], self.events[: int(self.timeline.phases[0]) - self.timeline.before]
+        end = max((place for place, event in enumerate(passes) if event > 0), default=0)
+        return frozenset(event - 1 for event in forward if event > 0) & frozenset(
+            -event - 1 for event in passes[end:] if event < 0
+        )
 
     def steady_step(self) -> Peak:
         """Play steps until one reserves no more than the one before, and return its peak."""
@@ -165,50 +202,51 @@ class Player:
         return peak
 
     def step(self, state: State = "exists") -> Peak:
-        """Play one step and return the peak of what is allocated."""
-        made = self.first_micro_batch(has_state=state == "exists") if self.summed else {}
-        self.enter(has_state=state == "exists")
-        allocator, live, sizes = self.allocator, self.live, self.sizes
-        held = np.zeros(len(sizes))
-        for number, block in live.items():
-            held[number] = block.size
-        most, at = allocator.allocated, 0
-        for place, event in enumerate(self.events):
-            if state == "created" and place == self.update:
-                live |= {number: allocator.allocate(sizes[number]) for number in sorted(self.state) if sizes[number]}
-            if event > 0:
-                if size := sizes[event - 1]:
-                    own = made.get(size) if event - 1 in self.summed else None
-                    block = live[event - 1] = own.pop(0) if own else allocator.allocate(size)
-                    held[event - 1] = block.size
-                    if allocator.allocated > most:
-                        most, at = allocator.allocated, place + 1
-            elif (freed := live.pop(-event - 1, None)) is not None:
-                allocator.release(freed)
-        events = self.timeline.events[: self.timeline.before + at]
-        numbers = np.abs(events) - 1
-        by_kind = np.bincount(self.timeline.kinds[numbers], weights=np.sign(events) * held[numbers], minlength=len(KINDS))
-        return Peak(most, {kind: int(value) for kind, value in zip(KINDS, by_kind, strict=True)})
+        """Play one step and return its peak; with two micro-batches if its gradients are those of several."""
+        if not self.summed:
+            return self.micro_batch(state, first=True, last=True)
+        return highest([self.micro_batch(state, first=True, last=False), self.micro_batch(state, first=False, last=True)])
 
-    def first_micro_batch(self, has_state: bool) -> dict[int, list[Block]]:
-        """Play both passes of a step's first micro-batch, and return the blocks of its gradients by size.
+    def micro_batch(self, state: State, *, first: bool, last: bool) -> Peak:
+        """Play a micro-batch, of its step the first one, the last one, both or neither. The last one is followed by the update.
 
         The trace is that of a later one, which adds to gradients that exist. The first one keeps what it would add. These blocks
-        lie between those of its activations, where the later ones need them.
+        lie between those of its activations, where the later ones need them. Without such gradients each is played as a step.
         """
-        self.enter(has_state)
+        self.enter(has_state=state == "exists")
+        self.live |= self.carried
+        allocator, live, sizes, kinds, self.carried = self.allocator, self.live, self.sizes, self.kinds, {}
+        kept = frozenset() if last else self.copies
         made: defaultdict[int, list[Block]] = defaultdict(list)
-        for event in self.events[: self.update]:
+        parts = [0] * len(KINDS)
+        for number, block in live.items():
+            parts[kinds[number]] += block.size
+        most, at_most = allocator.allocated, parts.copy()
+        for place, event in enumerate(self.events):
+            if place == self.update:
+                if first:
+                    live |= {number: made[sizes[number]].pop() for number in self.summed}
+                if not last and self.summed:
+                    self.carried = {number: live.pop(number) for number in live.keys() & (self.summed | self.copies)}
+                    break
+                if state == "created":
+                    live |= {number: allocator.allocate(sizes[number]) for number in sorted(self.state) if sizes[number]}
+                    parts[KINDS.index("optimizer_state")] += sum(live[number].size for number in self.state if sizes[number])
             number = abs(event) - 1
             if event > 0:
-                if number not in self.summed and self.sizes[number]:
-                    self.live[number] = self.allocator.allocate(self.sizes[number])
-            elif (block := self.live.pop(number, None)) is not None:
-                if number in self.added:
-                    made[self.sizes[number]].append(block)
+                if sizes[number] and number not in self.summed and number not in live:
+                    block = live[number] = allocator.allocate(sizes[number])
+                    parts[kinds[number]] += block.size
+                    if allocator.allocated > most:
+                        most, at_most = allocator.allocated, parts.copy()
+            elif number not in kept and (freed := live.pop(number, None)) is not None:
+                parts[kinds[number]] -= freed.size
+                if first and number in self.added:
+                    made[sizes[number]].append(freed)
+                    parts[GRADIENTS] += freed.size
                 else:
-                    self.allocator.release(block)
-        return made
+                    allocator.release(freed)
+        return Peak(most, dict(zip(KINDS, at_most, strict=True)))
 
     def enter(self, has_state: bool = True) -> None:
         """Allocate the storages that exist before the step. Blocks that earlier steps left replace storages of the same size."""

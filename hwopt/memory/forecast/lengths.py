@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.job import Job
-from hwopt.data.batches.samplers import StepSampler
-from hwopt.data.batches.step_batch import Widths
+from hwopt.data.batches.samplers import StepSampler, eval_batches
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.location import MissingFileError
 from hwopt.errors import DataError, HwoptError, InputError
-from hwopt.memory.shapes import Head, largest_size, micro_batch_sizes, padded_sizes
+from hwopt.memory.shapes import (
+    Head,
+    Shape,
+    largest_size,
+    micro_batch_sizes,
+    padded_shapes,
+    padded_sizes,
+    widths_of,
+)
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.saving.best_model import best_metric
@@ -29,7 +37,9 @@ DEFAULT_LABELS = 2
 MOST_EPOCHS = 3
 """Epochs whose steps are looked at for the largest one."""
 TRIED = 4
-"""Steps of an epoch with the most tokens that are laid out, and as many with the longest samples."""
+"""Steps of an epoch with the most tokens that are looked at, and as many with the longest samples."""
+EVALUATED = 6
+"""Batches of an evaluation that are looked at. They are sorted by length, the longest first."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,10 @@ class Lengths:
     """Which data a run would not use, as it says itself."""
     mixture: Mixture | None = None
     """Draws the training samples of each epoch."""
+    targets: NDArray[np.int32] | None = None
+    """Tokens of the target of each training sample of an encoder-decoder."""
+    evaluated: tuple[tuple[NDArray[np.int32], NDArray[np.int32] | None], ...] = ()
+    """Tokens of the samples of each part that is evaluated, and of their targets."""
 
     @property
     def head(self) -> Head:
@@ -65,20 +79,36 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
-    def usual_step(self, plan: Plan, rows: int, width: int) -> list[tuple[int, int]]:
-        """The different (rows, width) of the micro-batches of a step of random training samples, if they are known.
+    def steps(self, plan: Plan, rows: int, width: int) -> list[list[Shape]]:
+        """The micro-batches of some steps of the run (`some_steps`), if they are known.
 
-        With a collate of the recipe it is the first step of the run, because `laid_out` looks at the steps of the run too.
         `rows`, `width`: the most of a micro-batch, before the collate lays it out.
         """
+        found: list[list[Shape]] = []
         if self.train is None:
-            return []
-        share = min(len(self.train), -(-plan.batch.step // plan.world_size))
-        if plan.recipe.collate is None:
-            drawn = np.random.default_rng(0).choice(self.train, share, replace=False)
-        else:
-            drawn = self.in_order(plan, 0)[:share]
-        return list(dict.fromkeys(micro_batch_sizes(plan, np.minimum(drawn, width).tolist(), rows)))
+            return found
+        for samples in self.some_steps(plan):
+            lengths = np.minimum(self.train[samples], width).tolist()
+            targets = None if self.targets is None else self.targets[samples].tolist()
+            if plan.recipe.collate is None:
+                found.append(padded_shapes(plan, lengths, targets, rows))
+            else:
+                found.append([Shape(*size) for size in micro_batch_sizes(plan, lengths, rows)])
+        return found
+
+    def evaluations(self, plan: Plan, width: int) -> list[Shape]:
+        """The first batches of an evaluation on one rank, and the one with the most tokens of targets, if they are known."""
+        widths, found = widths_of(plan), []
+        for lengths, targets in self.evaluated:
+            order = np.argsort(-lengths, kind="stable")
+            cut = np.minimum(lengths[order], width)
+            for place in eval_batches(cut, plan.batch.eval_rows, widths.of, plan.world_size):
+                samples = order[place][:: plan.world_size]
+                target = None if targets is None else widths.of(int(targets[samples].max()))
+                found.append(Shape(len(samples), widths.of(int(cut[place.start])), target))
+        largest = max(found, key=lambda shape: shape.rows * (shape.target or 0), default=None)
+        different = list(dict.fromkeys(found))
+        return [shape for number, shape in enumerate(different) if number < EVALUATED or shape == largest]
 
     def laid_out(self, plan: Plan, rows: int, width: int) -> tuple[int, int]:
         """The (rows, width) of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it.
@@ -87,36 +117,36 @@ class Lengths:
         The latter count where a run tries them before step 1, and where the steps of the run are not known.
         """
         share = -(-plan.batch.step // plan.world_size)
-        widths = Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
-        if plan.recipe.collate is None or self.train is None or rows > share or width > widths.of(self.longest):
+        if plan.recipe.collate is None or self.train is None or rows > share or width > widths_of(plan).of(self.longest):
             return largest_size(plan, rows, width)
-        steps = [-np.sort(-self.train)[:share]] if plan.chose else self.largest_steps(plan, share)
-        laid_out = (size for step in steps for size in micro_batch_sizes(plan, np.minimum(step, width).tolist(), rows))
-        return max(laid_out, key=math.prod)
+        steps = list(self.some_steps(plan))
+        whole = [step for step in steps if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
+        lengths = [np.minimum(self.train[step], width).tolist() for step in (steps[:1] if plan.chose else whole or steps)]
+        return max((size for step in lengths for size in micro_batch_sizes(plan, step, rows)), key=math.prod)
 
-    def in_order(self, plan: Plan, epoch: int) -> NDArray[np.int32]:
-        """The tokens of each training sample of an epoch, in the order in which the run takes them."""
-        assert self.train is not None, "the data was read"
-        order, seed = plan.recipe.order or shuffled, plan.training.seed
-        sampler = StepSampler(self.train, self.train, order, seed, plan.batch.step, total_steps=0, mixture=self.mixture)
-        tokens: NDArray[np.int32] = self.train[sampler.epoch_order(epoch)]
-        return tokens
+    def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
+        """Yield the samples of some steps of the run on one rank, in its order.
 
-    def largest_steps(self, plan: Plan, share: int) -> list[NDArray[np.int32]]:
-        """The tokens of each sample of some steps of the run: those with the most tokens, and those with the longest sample.
-
-        `share`: samples of a step on one rank.
+        They are the step that is tried before step 1 if the planner chose the batch size, and of each epoch the first two, the
+        last, those with the most tokens and those with the longest samples and targets.
         """
         assert self.train is not None, "the data was read"
-        steps: list[NDArray[np.int32]] = []
-        per_epoch = math.ceil(len(self.train) / plan.batch.step)
+        share, per_epoch = -(-plan.batch.step // plan.world_size), math.ceil(len(self.train) / plan.batch.step)
+        if plan.chose:
+            yield np.argsort(-self.train, kind="stable")[:share]
         left = plan.training.max_steps or math.ceil(plan.training.num_train_epochs * per_epoch)
+        order, seed = plan.recipe.order or shuffled, plan.training.seed
+        sampler = StepSampler(self.train, self.train, order, seed, plan.batch.step, total_steps=0, mixture=self.mixture)
         for epoch in range(min(MOST_EPOCHS, math.ceil(left / per_epoch))):
-            samples = self.in_order(plan, epoch)[: (left - epoch * per_epoch) * plan.batch.step]
-            starts = np.arange(0, len(samples), share)
-            for most in (np.add.reduceat(samples, starts), np.maximum.reduceat(samples, starts)):
-                steps += [samples[starts[step] :][:share] for step in np.argsort(-most, kind="stable")[:TRIED]]
-        return steps
+            samples = sampler.epoch_order(epoch)[: (left - epoch * per_epoch) * plan.batch.step]
+            starts, tokens = np.arange(0, len(samples), share), self.train[samples]
+            most = [np.add.reduceat(tokens, starts), np.maximum.reduceat(tokens, starts)]
+            if self.targets is not None:
+                most.append(np.maximum.reduceat(self.targets[samples], starts))
+            chosen = {0, min(1, len(starts) - 1), len(starts) - 1}
+            chosen |= {int(step) for each in most for step in np.argsort(-each, kind="stable")[:TRIED]}
+            for step in sorted(chosen):
+                yield samples[starts[step] :][:share]
 
 
 def lengths_of(plan: Plan, cache: Path) -> Lengths:
@@ -138,10 +168,21 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     labels = len(prepared.label_names or ()) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
-    new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
-    target = max(int(store.counts.max()) for store in stores) if plan.context.task.encoder_decoder else None
-    problem, mixture = refusal(plan, prepared), prepared.train.mixture
-    return Lengths(prepared.train.lengths, longest, labels, source, problem, evaluated, new, target, warnings, mixture)
+    pairs = plan.context.task.encoder_decoder
+    return Lengths(
+        prepared.train.lengths,
+        longest,
+        labels,
+        source,
+        refusal(plan, prepared),
+        evaluated,
+        len(prepared.chat_tokens.new),
+        max(int(store.counts.max()) for store in stores) if pairs else None,
+        tuple(prepared.warnings),
+        prepared.train.mixture,
+        prepared.train.counts if pairs else None,
+        tuple((part.lengths, part.counts if pairs else None) for name, part in prepared.parts.items() if name != "train"),
+    )
 
 
 def refusal(plan: Plan, prepared: Prepared) -> HwoptError | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ ERRORS = {
 """The error that each tier states (measurements in docs/memory.md)."""
 
 MOST_LENGTH = 1 << 17
+EVENTS = 60_000
+"""Allocations and releases of the steps of a run that are played: some tenths of a second."""
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
 
@@ -94,31 +96,48 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
         return memory
     budget = (memory.free_gib - memory.reserve_gib) * GIB - bucket_bytes(plan) - waiting_bytes(plan, memory.rows)
     rows, width = memory.rows, memory.width
-    eval_batch = partial(lengths.eval_batch, plan)
     run = partial(run_at, plan, lengths, trace)
     longest = None
     if not trace.fixed_width and plan.context.task.inputs != "images":
         most = plan.model.max_positions or MOST_LENGTH
-        longest = largest_played(lambda width: run(rows, eval_batch(width), width), budget, most)
+        longest = largest_played(lambda width: run(rows, width), budget, most)
     return replace(
         memory,
-        largest_train=largest_played(lambda rows: run(rows, eval_batch(width), width), budget),
-        largest_eval=None if lengths.eval_rows == 0 else largest_played(lambda most: run(rows, most, width), budget),
+        largest_train=largest_played(lambda rows: run(rows, width), budget),
+        largest_eval=None if lengths.eval_rows == 0 else largest_played(lambda most: run(rows, width, most), budget),
         largest_max_length=longest,
     )
 
 
-def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, eval_rows: int, width: int) -> PlayedSteps:
-    """Return the arguments of `played_run` for these sizes."""
-    largest = lengths.laid_out(plan, rows, width)
-    usual = [] if trace.fixed_width else lengths.usual_step(plan, rows, width)
-    step = trace.train.at(*largest)
+def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, width: int, eval_rows: int | None = None) -> PlayedSteps:
+    """Return the arguments of `played_run` for these sizes. `eval_rows`: of an evaluation batch, if not those of the plan."""
+    step = trace.train.at(*lengths.laid_out(plan, rows, width))
+    known = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
+    steps = [] if trace.fixed_width else lengths.steps(plan, rows, width)
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
         pooled = trace.train.at(*largest_size(plan, max(1, tokens // width), width))
-    earlier = (trace.train.at(*size) for size in usual if size != largest)
-    return step, trace.eval.at(eval_rows, width), pooled, earlier
+    return PlayedSteps(
+        step,
+        trace.eval.at(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width),
+        pooled,
+        [[trace.train.at(*astuple(shape)) for shape in micro_batches] for micro_batches in few(steps, len(step.events))],
+        [trace.eval.at(*astuple(shape)) for shape in known],
+    )
+
+
+def few(steps: Sequence[Sequence[Shape]], events: int) -> list[Sequence[Shape]]:
+    """Return the first and the different ones of `steps`, as many as have EVENTS together. `events`: of a micro-batch."""
+    found: list[Sequence[Shape]] = []
+    left = EVENTS
+    for number, step in enumerate(steps):
+        if number < 2 or step not in found:
+            left -= len(step) * events
+            if found and left < 0:
+                break
+            found.append(step)
+    return found
 
 
 def device_trace(plan: Plan, width: int, head: Head, cache: Path | None) -> Trace:
@@ -134,11 +153,11 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
     """Return the memory of a plan from its `trace`, without the largest sizes. `shape`: of the largest micro-batch."""
     buckets = bucket_bytes(plan)
     waiting = waiting_bytes(plan, shape.rows)
-    steps = run_at(plan, lengths, trace, shape.rows, lengths.eval_batch(plan, shape.width), shape.width)
+    steps = run_at(plan, lengths, trace, shape.rows, shape.width)
     run = played_run(*steps)
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
-        memory_of(plan, shape, lengths, "traced", parts, steps[0].host_bytes()),
+        memory_of(plan, shape, lengths, "traced", parts, steps.train.host_bytes()),
         peak_gib=(run.train.bytes + buckets + waiting) / GIB,
         eval_peak_gib=None if lengths.eval_rows == 0 else (run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,

@@ -144,15 +144,16 @@ def dummy_model(run: Run, new_tokens: int) -> Any:
 
 def dummy_micro_batch(run: Run, shape: Shape, head: Head, *, training: bool, times: int = 1) -> StepBatch:
     """Return a step batch of `times` micro-batches of `shape`. The last sample is one token shorter, so that there is padding."""
-    rows, width = shape.rows, shape.width
+    rows, width, target = shape.rows, shape.width, shape.target or head.target
     lengths = ([width] * (rows - 1) + [max(1, width - 1)]) * times
     config = run.inner_model.config
-    samples = [run.task.placeholder(run.plan.job, config, length, head.target) for length in lengths]
+    samples = [run.task.placeholder(run.plan.job, config, length, target) for length in lengths]
     counts = [1] * len(lengths) if run.task.facts.target == "sample" else lengths
     step = Step(0, 0, tuple(range(len(lengths))), sum(counts))
     padded = default_collate(run)(cut=cut_in_order, max_rows=rows)
-    if padded.widths.of(width) != width:  # a shape that is traced beside the one of the plan
-        padded = replace(padded, widths=replace(padded.widths, fixed=(*sorted({*padded.widths.fixed, width}),)))
+    sizes = {width, shape.target or width}
+    if any(padded.widths.of(size) != size for size in sizes):  # a shape that is traced beside the one of the plan
+        padded = replace(padded, widths=replace(padded.widths, fixed=(*sorted({*padded.widths.fixed, *sizes}),)))
     collate = run.recipe.collate(padded) if training and run.recipe.collate is not None else padded
     batch: StepBatch = collate(step, samples, counts)
     return batch

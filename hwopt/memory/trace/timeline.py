@@ -1,13 +1,13 @@
 """Timeline: what one step allocates and frees, in order, and the peak memory for micro-batches of any size.
 
 A step runs the same operations for every size of micro-batch. So the bytes of each storage are constant, or proportional to the
-rows, to the width, or to the width squared (a score matrix). A second trace tells which. After that a peak is a sum over the
-events, and the largest micro-batch that fits is found in milliseconds.
+rows, to the width, or to the width squared (a score matrix), and likewise to the width of the targets. A second trace tells
+which. After that a peak is a sum over the events, and the largest micro-batch that fits is found in milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ LIMIT = 1 << 20
 """The largest number of rows or tokens that is searched."""
 
 Numbers = NDArray[np.float64]
+Ratios = tuple[float, float, float]
+"""Rows, width and width of the targets, each divided by that of another shape."""
 
 
 @dataclass(frozen=True)
@@ -104,64 +106,69 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Powers:
-    """The powers of rows and width to which each value is proportional."""
+    """The powers of rows, width and width of the targets to which each value is proportional."""
 
-    rows_power: Numbers
-    width_power: Numbers
+    powers: Numbers  # (values, 3)
 
     @classmethod
-    def fit(cls, base: Numbers, other: Numbers, rows: float, width: float) -> Powers:
-        """Return the powers that best explain `other`, traced with `rows` times the rows and `width` times the width."""
+    def fit(cls, base: Numbers, other: Numbers, ratios: Ratios) -> Powers:
+        """Return the powers that best explain `other`, traced with `ratios` times the sizes."""
         known = (base > 0) & (other > 0)
         found = np.log(np.divide(other, base, out=np.ones_like(base), where=known), where=known, out=np.zeros_like(base))
-        pairs = np.array([(a, b) for a in (0, 1) for b in (0, 1, 2)], np.float64)
-        nearest = np.abs(found[:, None] - pairs @ np.log([rows, width])).argmin(axis=1)
-        return cls(pairs[nearest, 0], pairs[nearest, 1])
+        powers = [(rows, width, target) for rows in (0, 1) for width in (0, 1, 2) for target in range(3 - width)]
+        known_powers = np.array(powers, np.float64)
+        return cls(known_powers[np.abs(found[:, None] - known_powers @ np.log(ratios)).argmin(axis=1)])
 
-    def factor(self, rows: float, width: float) -> Numbers:
-        """Return the factor of each value for `rows` times the rows and `width` times the width."""
-        factor: Numbers = rows**self.rows_power * width**self.width_power
+    def factor(self, ratios: Ratios) -> Numbers:
+        """Return the factor of each value for `ratios` times the sizes."""
+        factor: Numbers = np.prod(np.array(ratios) ** self.powers, axis=1)
         return factor
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A timeline as a function of rows and width, from traces at two points that differ in both."""
+    """A timeline as a function of rows, width and width of the targets, from traces at two points that differ in all."""
 
     base: Timeline
     rows: int
     width: int
+    target: int
+    """Width of the targets of an encoder-decoder; 1 for other tasks."""
     sizes: Powers
     flops: Powers
     summed_rows: Powers
     """Of the rows of column sums, which determine the size of their workspaces."""
 
     @classmethod
-    def fit(cls, base: Timeline, rows: int, width: int, other: Timeline, other_rows: int, other_width: int) -> Scaled:
-        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
+    def fit(cls, base: Timeline, shape: Sequence[int], other: Timeline, other_shape: Sequence[int]) -> Scaled:
+        """Fit the powers to two traces of (rows, width, width of the targets).
+
+        Raises ValueError if they ran other operations or no powers explain the second.
+        """
         if not base.same_program(other):
             raise ValueError("a second size runs other operations")
-        ratios = other_rows / rows, other_width / width
-        sizes = Powers.fit(base.sizes, other.sizes, *ratios)
-        summed_rows = Powers.fit(base.column_sums[:, 1], other.column_sums[:, 1], *ratios)
-        scaled = cls(base, rows, width, sizes, Powers.fit(base.flops, other.flops, *ratios), summed_rows)
-        if not np.isclose(scaled.at(other_rows, other_width).peak().bytes, other.peak().bytes, rtol=0.01):
+        rows, width, target = shape
+        ratios = other_shape[0] / rows, other_shape[1] / width, other_shape[2] / target
+        sizes = Powers.fit(base.sizes, other.sizes, ratios)
+        summed_rows = Powers.fit(base.column_sums[:, 1], other.column_sums[:, 1], ratios)
+        scaled = cls(base, rows, width, target, sizes, Powers.fit(base.flops, other.flops, ratios), summed_rows)
+        if not np.isclose(scaled.at(*other_shape).peak().bytes, other.peak().bytes, rtol=0.01):
             raise ValueError("the sizes are not powers of rows and width")
         return scaled
 
-    def at(self, rows: int, width: int) -> Timeline:
-        """Return the timeline of a micro-batch of `rows` x `width` tokens."""
-        ratios = rows / self.rows, width / self.width
-        sizes = self.base.sizes * self.sizes.factor(*ratios)
+    def at(self, rows: int, width: int, target: int | None = None) -> Timeline:
+        """Return the timeline of a micro-batch of `rows` x `width` tokens, with targets as wide as traced if not of `target`."""
+        ratios = rows / self.rows, width / self.width, (target or self.target) / self.target
+        sizes = self.base.sizes * self.sizes.factor(ratios)
         columns, summed = self.base.column_sums.T
         found = columns > 0
         if found.any():
-            summed = summed[found] * self.summed_rows.factor(*ratios)[found]
+            summed = summed[found] * self.summed_rows.factor(ratios)[found]
             sizes[found] = workspace_bytes(columns[found], summed, *self.base.processors.tolist())
         return replace(
             self.base,
             sizes=sizes,
-            flops=self.base.flops * self.flops.factor(*ratios),
+            flops=self.base.flops * self.flops.factor(ratios),
             host_sizes=self.base.host_sizes * ratios[0] * ratios[1],  # activations: (rows, width, hidden size)
         )
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_size
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_size, widths_of
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
 
-FORMAT = 18
+FORMAT = 19
 """Version of the cache files; increase it with every change of a trace's content."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""
@@ -33,7 +33,7 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Trace:
-    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the width.
+    """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the widths.
 
     Those of a training step are what the recipe's collate lays out (`largest_size`).
     """
@@ -49,9 +49,10 @@ def trace_plan(plan: Plan, width: int, head: Head, cache: Path | None = None) ->
     Training and evaluation are traced at two shapes, and at a third one if the two ran other operations.
     """
     path = None if cache is None else cache / f"{trace_key(plan, width, head)}.npz"
-    shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width))
+    target = target_width(plan, head)
+    shapes = ("base", Shape(ROWS, width)), ("other", second_shape(width, target))
     request = TraceRequest(plan, head, shapes, otherwise=("taller", Shape(7 * ROWS, width)))
-    return fit_trace(plan, cached_timelines(path, lambda: traced(request)), width)
+    return fit_trace(plan, cached_timelines(path, lambda: traced(request)), width, target)
 
 
 def cached_timelines(path: Path | None, make: Callable[[], dict[str, Timeline]]) -> dict[str, Timeline]:
@@ -89,7 +90,8 @@ def trace_key(plan: Plan, width: int, head: Head) -> str:
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
     batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
     return fingerprint(
-        [FORMAT, ROWS, vars(second_shape(width)), dict(plan.software), decided, job, device, batch], config.to_json_string()
+        [FORMAT, ROWS, vars(second_shape(width, target_width(plan, head))), dict(plan.software), decided, job, device, batch],
+        config.to_json_string(),
     )
 
 
@@ -99,23 +101,29 @@ def only_sizes(plan: Plan, author: str) -> bool:
     return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
 
 
-def second_shape(width: int) -> Shape:
-    """Return the second shape to trace. No two pairs of powers (rows, width) give the same ratio to the first shape.
+def target_width(plan: Plan, head: Head) -> int:
+    """Return the width of the widest targets of an encoder-decoder; 1 for other tasks."""
+    return widths_of(plan).of(head.target or plan.job.data.max_target_length) if plan.context.task.encoder_decoder else 1
+
+
+def second_shape(width: int, target: int) -> Shape:
+    """Return the second shape to trace. No two triples of powers (rows, widths) give the same ratio to the first shape.
 
     Its width is close to the first: some models run other operations above a certain length (a sliding window).
     """
     # kernels of attention pad the width to multiples of 8: both widths must leave the same remainder
     less = max(1, width // 256) * 32 if width >= 64 else -(-width // 16) * 8
-    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16)
+    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16, 3 * target if target > 1 else None)
 
 
-def fit_trace(plan: Plan, found: dict[str, Timeline], width: int) -> Trace:
+def fit_trace(plan: Plan, found: dict[str, Timeline], width: int, target: int) -> Trace:
     """Return the traces as functions of the shape. Raises NotTraceable if they are not."""
-    for fixed_width, name, shape in ((False, "other", second_shape(width)), (True, "taller", Shape(7 * ROWS, width))):
+    for fixed_width, name, shape in ((False, "other", second_shape(width, target)), (True, "taller", Shape(7 * ROWS, width))):
         sizes = (ROWS, width), (shape.rows, shape.width)
+        other_target = shape.target or target
         with contextlib.suppress(ValueError, KeyError):
             train, evaluate = (
-                Scaled.fit(found[f"{what}.base"], *base, found[f"{what}.{name}"], *other)
+                Scaled.fit(found[f"{what}.base"], (*base, target), found[f"{what}.{name}"], (*other, other_target))
                 for what, (base, other) in (("train", [largest_size(plan, *size) for size in sizes]), ("eval", sizes))
             )
             return Trace(train, evaluate, fixed_width)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hwopt.memory.allocator.playback import PlayedRun, PlayedSteps, largest_played, played_run
+from hwopt.memory.allocator.caching_allocator import CachingAllocator
+from hwopt.memory.allocator.playback import PlayedRun, PlayedSteps, Player, largest_played, played_run
 from hwopt.memory.trace.timeline import KINDS, Timeline
 
 MIB = 1 << 20
@@ -68,6 +69,27 @@ def test_first_micro_batch_makes_its_gradients_between_its_activations() -> None
     assert played_run(one_pass, evaluation).reserved == (100 + 200) * MIB
 
 
+def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
+    """Weights of 100 MiB, gradients of 30, a copy of 50 that lives until both passes have ended, activations of 200 or 120."""
+    kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "activations", "temporary")])
+    events = [2, 3, 4, -4, 5, -5, -3, -2]
+    step = replace(timeline([100, 30, 50, 200, 30], events, before=1), kinds=kinds, phases=np.array([4, 8]))
+    step = replace(step, operands=np.array([1, 4]), ends=np.array([2]), update=1)
+    small, evaluation = replace(step, sizes=step.sizes * [1, 1, 1, 0.6, 1]), timeline([100], [], before=1)
+    allocator = CachingAllocator()
+    player = Player(evaluation, allocator)
+    player.step()
+    found = []
+    for number, micro_batch in enumerate([small, step, small]):
+        player = Player(micro_batch, allocator, player)
+        found.append(player.micro_batch("exists", first=number == 0, last=number == 2).bytes // MIB)
+    assert found == [100 + 50 + 120, 100 + 30 + 50 + 200, 100 + 30 + 50 + 120]
+    assert allocator.allocated == 100 * MIB
+    assert allocator.reserved == (100 + 50 + 120 + 200) * MIB, "the gradients of the first are in the block of its activations"
+    alone = played_run(small, evaluation, steps=[[step]])
+    assert (alone.train.bytes, alone.train.parts["gradients"]) == (350 * MIB, 0), "a step of one micro-batch adds to no gradients"
+
+
 def test_cpu_reserves_nothing() -> None:
     found = played(timeline([20, 30], [1, -1, 2, -2], cached=False))
     assert found.train.bytes == found.reserved == 30 * MIB
@@ -90,14 +112,14 @@ def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(la
     train = replace(train, phases=np.array([3, 4]))
     run = played_run(train, evaluation)
     assert run.reserved == (720 - 20 if late else 420) * MIB
-    assert played_run(train, evaluation, earlier=[train]) == run
+    assert played_run(train, evaluation, steps=[[train]]) == run
     assert (run.train.bytes, run.eval.bytes) == (160 * MIB, 420 * MIB)
 
 
 def test_largest_step_cannot_use_the_segments_of_a_smaller_one_before_it() -> None:
     small, evaluation, large = (timeline([100, size], [2, -2], before=1) for size in (50, 20, 80))
     assert played_run(large, evaluation).reserved == 200 * MIB
-    assert played_run(large, evaluation, earlier=[small]).reserved == 250 * MIB
+    assert played_run(large, evaluation, steps=[[small]]).reserved == 250 * MIB
 
 
 def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
@@ -115,7 +137,7 @@ def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)
 
     def at(rows: int) -> PlayedSteps:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation, None, ()
+        return PlayedSteps(timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), evaluation)
 
     most = largest_played(at, budget_mib * MIB)
     assert played_run(*at(most)).reserved <= budget_mib * MIB

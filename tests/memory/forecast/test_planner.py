@@ -24,9 +24,9 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.lengths import EVALUATED, lengths_of
 from hwopt.memory.forecast.measured import measure
-from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
+from hwopt.memory.forecast.planner import EVENTS, few, plan_memory, with_largest_sizes
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracer import trace_plan
@@ -360,12 +360,31 @@ def test_missing_data_is_planned_with_max_length(tmp_path: Path) -> None:
     assert "the data could not be read" in memory.width_source
 
 
-def test_usual_step_has_the_shapes_of_micro_batches_of_random_samples(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "data", BERT, {"batch": {"train": 4, "effective": 16}}, hardware=described("a card", (8, 6), 8.0))
-    lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 32 + [32], np.int32), longest=32)
-    assert lengths.usual_step(plan, 4, 32) == [(4, 8), (4, 32)]
-    assert replace(lengths, train=None).usual_step(plan, 4, 32) == []
-    assert lengths.usual_step(plan, 3, 4) == [(3, 4), (1, 4)]
+def test_steps_have_the_shapes_of_the_micro_batches_of_the_run(tmp_path: Path) -> None:
+    """In its order: 33 samples are two steps of 16, and one of the last sample."""
+    sizes = {"batch": {"train": 4, "effective": 16}}
+    plan = planned(tmp_path / "data", BERT, sizes, hardware=described("a card", (8, 6), 8.0))
+    targets = np.array([8] * 32 + [20], np.int32)
+    lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 32 + [32], np.int32), longest=32, targets=targets)
+    plan.recipe.order = lambda lengths, *_: np.arange(len(lengths))[::-1]
+    plan = replace(plan, training=plan.training.model_copy(update={"max_steps": 3}))
+    first = [Shape(4, 32, 20), *[Shape(4, 8, 8)] * 3]
+    assert lengths.steps(plan, 4, 32) == [first, [Shape(4, 8, 8)] * 4, [Shape(1, 8, 8)]]
+    assert replace(lengths, train=None).steps(plan, 4, 32) == []
+    assert lengths.steps(plan, 3, 4)[2] == [Shape(1, 4, 8)]
+    assert few(lengths.steps(plan, 4, 32), EVENTS) == [first]
+
+
+def test_evaluations_have_the_shapes_of_the_batches_of_each_part(tmp_path: Path) -> None:
+    """The longest samples first, and one of the last if it has the widest targets."""
+    sizes = {"batch": {"train": 4, "eval": 2}}
+    plan = planned(tmp_path / "data", BERT, sizes, hardware=described("a card", (8, 6), 8.0))
+    tokens = np.arange(1, 200, dtype=np.int32)
+    lengths = replace(lengths_of(plan, cache_folder()), evaluated=((tokens, 200 - tokens), (tokens[:3], None)))
+    found = lengths.evaluations(plan, 104)
+    assert found[:2] == [Shape(2, 104, 2), Shape(2, 104, 4)]
+    assert found[-1] == Shape(2, 3, 198)
+    assert len(found) == EVALUATED + 1
 
 
 def test_packed_step_is_as_large_as_the_largest_of_the_run(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> N
             return functions.train(Shape(rows, 64))
 
     small, other, large = (traced(rows) for rows in (8, 56, 1024))
-    scaled = Scaled.fit(small, 8, 64, other, 56, 64)
+    scaled = Scaled.fit(small, (8, 64, 1), other, (56, 64, 1))
     sums = large.column_sums[:, 0] > 0
     assert large.sizes[sums].max() == 34.5 * MIB
     assert scaled.at(1024, 64).sizes[sums].tolist() == large.sizes[sums].tolist()
