@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hwopt.data.batches.collate import Collate, cut_in_order
@@ -15,14 +13,17 @@ from hwopt.tasks.registry import make_task
 FEW_TOKENS = 1 << 16
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The shape of a micro-batch: rows, and tokens of the longest row."""
 
     rows: int
     width: int
     target: int | None = None
     """Tokens of the longest target of an encoder-decoder; None: as `Head.target` says."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
 
 
 class Head(NamedTuple):
@@ -40,7 +41,7 @@ def widths_of(plan: Plan) -> Widths:
     return Widths(plan.batch.widths, plan.batch.pad_to_multiple_of)
 
 
-def padded_shapes(plan: Plan, lengths: Sequence[int], targets: Sequence[int] | None, most_rows: int) -> list[Shape]:
+def padded_shapes(plan: Plan, lengths: Sequence[int], most_rows: int, targets: Sequence[int] | None = None) -> list[Shape]:
     """Return the shape of each micro-batch into which the recipe cuts samples of these `lengths`. `targets`: tokens of theirs."""
     widths, cut = widths_of(plan), plan.recipe.cut or cut_in_order
     padded = [widths.of(length) for length in lengths]
@@ -51,33 +52,28 @@ def padded_shapes(plan: Plan, lengths: Sequence[int], targets: Sequence[int] | N
     return found
 
 
-def padded_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
-    """Return (rows, width) of each micro-batch into which the recipe cuts samples of these `lengths`."""
-    return [(shape.rows, shape.width) for shape in padded_shapes(plan, lengths, None, most_rows)]
-
-
-def micro_batch_sizes(plan: Plan, lengths: Sequence[int], most_rows: int) -> list[tuple[int, int]]:
+def micro_batch_shapes(plan: Plan, lengths: Sequence[int], most_rows: int, targets: Sequence[int] | None = None) -> list[Shape]:
     """Return the same after the recipe's collate, which may lay them out in other rows."""
     if plan.recipe.collate is None:
-        return padded_sizes(plan, lengths, most_rows)
+        return padded_shapes(plan, lengths, most_rows, targets)
     task = make_task(plan.job)
     config = task.load_config(plan.job)
     samples = [task.placeholder(plan.job, config, length, 1) for length in lengths]
     collate = plan.recipe.collate(Collate(plan.recipe.cut or cut_in_order, most_rows, 0, widths=widths_of(plan)))
     batch: StepBatch = collate(Step(0, 0, tuple(range(len(samples))), len(samples)), samples, [1] * len(samples))
-    return batch.sizes
+    return [Shape(*size) for size in batch.sizes]
 
 
-def largest_size(plan: Plan, rows: int, width: int) -> tuple[int, int]:
-    """Return the (rows, width) that the recipe's collate makes of `rows` samples of `width` tokens.
+def largest_shape(plan: Plan, rows: int, width: int) -> Shape:
+    """Return the largest shape that the recipe's collate makes of `rows` samples of `width` tokens.
 
     It is asked for FEW_TOKENS at most; more rows are in proportion.
     """
     if plan.recipe.collate is None:
-        return rows, width
+        return Shape(rows, width)
     few = min(rows, max(8, FEW_TOKENS // width))
-    laid_out, wide = max(micro_batch_sizes(plan, [width] * few, few), key=math.prod)
-    return laid_out * rows // few, wide
+    largest = max(micro_batch_shapes(plan, [width] * few, few), key=lambda shape: shape.tokens)
+    return largest._replace(rows=largest.rows * rows // few)
 
 
 def accumulates_gradients(plan: Plan) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -41,32 +41,23 @@ class PlayedRun:
     """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
-class PlayedSteps(NamedTuple):
-    """The arguments of `played_run`."""
-
-    train: Timeline
-    evaluation: Timeline
-    pooled: Timeline | None = None
-    steps: Iterable[Sequence[Timeline]] = ()
-    evaluations: Sequence[Timeline] = ()
+PlayedSteps = tuple[Timeline, Sequence[Timeline], Timeline | None, Iterable[Sequence[Timeline]]]
+"""The arguments of `played_run`."""
 
 
 def played_run(
     train: Timeline,
-    evaluation: Timeline,
+    evaluations: Sequence[Timeline],
     pooled: Timeline | None = None,
     steps: Iterable[Sequence[Timeline]] = (),
-    evaluations: Sequence[Timeline] = (),
 ) -> PlayedRun:
-    """Return the memory of a run. hwopt tries the first evaluation batch before step 1.
+    """Return the memory of a run. hwopt tries the first evaluation batch, the largest, before step 1.
 
     A later evaluation finds other free blocks: the steps before it have split the large ones for what they keep.
-    `train`, `evaluation`: the largest micro-batches.
+    `train`: the largest micro-batch. `evaluations`: the batches of an evaluation, in order.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
     `steps`: the micro-batches of steps of the run. They leave segments that are too small for the tensors of larger ones.
-    `evaluations`: the batches of an evaluation, in order; () if only the largest is known.
     """
-    evaluations = evaluations or (evaluation,)
     if not train.cached:
         peaks = train.peak(), highest(each.peak() for each in evaluations)
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
@@ -93,7 +84,7 @@ def played_run(
     reserved = allocator.reserved
     if pooled is None:
         return PlayedRun(peak, eval_peak, reserved)
-    pool = max(0, reserved_beside_pool(train, evaluation, pooled) - reserved)
+    pool = max(0, reserved_beside_pool(train, evaluations[0], pooled) - reserved)
     kept = sum(int(pooled.sizes[number]) for number in summed_gradients(pooled))
     parts = eval_peak.parts | {"gradients": eval_peak.parts["gradients"] + kept}
     return PlayedRun(peak, Peak(eval_peak.bytes + kept, parts), reserved + pool, pool)
@@ -281,7 +272,8 @@ def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int =
     """
 
     def tensors(number: int) -> int:
-        return max(timeline.peak().bytes for timeline in at(number)[:2])
+        train, evaluations, *_ = at(number)
+        return max(timeline.peak().bytes for timeline in (train, *evaluations))
 
     def most(budget: float) -> int:
         return largest(lambda number: tensors(number) <= budget, limit)

@@ -20,7 +20,7 @@ from hwopt.planning.plan import Plan
 def limit_file(plan: Plan, lengths: Lengths, cache: Path) -> Path:
     """Return the file for this card, driver, recipe and length."""
     hardware = plan.hardware
-    _, width = largest_micro_batch(plan, lengths.longest)
+    width = largest_micro_batch(plan, lengths.longest).width
     driver = nvidia_driver() if hardware.device_type == "cuda" else None
     version = (driver or Driver()).version
     card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, version]

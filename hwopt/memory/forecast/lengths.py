@@ -15,15 +15,7 @@ from hwopt.data.batches.samplers import StepSampler, eval_batches
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.location import MissingFileError
 from hwopt.errors import DataError, HwoptError, InputError
-from hwopt.memory.shapes import (
-    Head,
-    Shape,
-    largest_size,
-    micro_batch_sizes,
-    padded_shapes,
-    padded_sizes,
-    widths_of,
-)
+from hwopt.memory.shapes import Head, Shape, largest_shape, micro_batch_shapes, padded_shapes, widths_of
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.saving.best_model import best_metric
@@ -79,8 +71,8 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
-    def steps(self, plan: Plan, rows: int, width: int) -> list[list[Shape]]:
-        """The micro-batches of some steps of the run (`some_steps`), if they are known.
+    def steps(self, plan: Plan, rows: int, width: int, most: int) -> list[list[Shape]]:
+        """The different ones of some steps of the run, if they are known: the first ones, with `most` micro-batches together.
 
         `rows`, `width`: the most of a micro-batch, before the collate lays it out.
         """
@@ -88,12 +80,13 @@ class Lengths:
         if self.train is None:
             return found
         for samples in self.some_steps(plan):
-            lengths = np.minimum(self.train[samples], width).tolist()
             targets = None if self.targets is None else self.targets[samples].tolist()
-            if plan.recipe.collate is None:
-                found.append(padded_shapes(plan, lengths, targets, rows))
-            else:
-                found.append([Shape(*size) for size in micro_batch_sizes(plan, lengths, rows)])
+            step = micro_batch_shapes(plan, np.minimum(self.train[samples], width).tolist(), rows, targets)
+            if step not in found:
+                most -= len(step)
+                if found and most < 0:
+                    break
+                found.append(step)
         return found
 
     def evaluations(self, plan: Plan, width: int) -> list[Shape]:
@@ -110,19 +103,20 @@ class Lengths:
         different = list(dict.fromkeys(found))
         return [shape for number, shape in enumerate(different) if number < EVALUATED or shape == largest]
 
-    def laid_out(self, plan: Plan, rows: int, width: int) -> tuple[int, int]:
-        """The (rows, width) of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it.
+    def laid_out(self, plan: Plan, rows: int, width: int) -> Shape:
+        """The shape of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it.
 
         A collate that fills rows with several samples makes smaller micro-batches of most steps than of the longest samples.
         The latter count where a run tries them before step 1, and where the steps of the run are not known.
         """
         share = -(-plan.batch.step // plan.world_size)
         if plan.recipe.collate is None or self.train is None or rows > share or width > widths_of(plan).of(self.longest):
-            return largest_size(plan, rows, width)
+            return largest_shape(plan, rows, width)
         steps = list(self.some_steps(plan))
         whole = [step for step in steps if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
         lengths = [np.minimum(self.train[step], width).tolist() for step in (steps[:1] if plan.chose else whole or steps)]
-        return max((size for step in lengths for size in micro_batch_sizes(plan, step, rows)), key=math.prod)
+        shapes = (shape for step in lengths for shape in micro_batch_shapes(plan, step, rows))
+        return max(shapes, key=lambda shape: shape.tokens)
 
     def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of some steps of the run on one rank, in its order.
@@ -207,6 +201,6 @@ def mean_length(job: Job, model: ModelFacts, cache: Path) -> float:
     return float((store.lengths if mixture is None else store.lengths[mixture.drawn(job.training.seed, 0)]).mean())
 
 
-def largest_micro_batch(plan: Plan, longest: int) -> tuple[int, int]:
-    """Return (rows, width) of the largest micro-batch into which the recipe splits a rank's share of the longest samples."""
-    return max(padded_sizes(plan, [longest] * -(-plan.batch.step // plan.world_size), plan.batch.train))
+def largest_micro_batch(plan: Plan, longest: int) -> Shape:
+    """Return the shape of the largest micro-batch into which the recipe splits a rank's share of the longest samples."""
+    return max(padded_shapes(plan, [longest] * -(-plan.batch.step // plan.world_size), plan.batch.train))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hwopt.memory.forecast.communication import on_device
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.shapes import Head, Shape, largest_size
+from hwopt.memory.shapes import Head, Shape, largest_shape
 from hwopt.memory.trace.timeline import KINDS
 from hwopt.memory.trace.tracer import Trace, trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable
@@ -76,7 +76,7 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     lengths = lengths or lengths_of(plan, cache)
     if lengths.train is not None and plan.world_size > (samples := len(lengths.train)):
         raise InputError(f"{plan.world_size:,} ranks for {samples:,} training samples. Use {samples:,} ranks or fewer")
-    shape = Shape(*largest_micro_batch(plan, lengths.longest))
+    shape = largest_micro_batch(plan, lengths.longest)
     try:
         return traced_memory(plan, shape, lengths, device_trace(plan, shape.width, lengths.head, cache))
     except NotTraceable as error:
@@ -112,32 +112,15 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
 def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, width: int, eval_rows: int | None = None) -> PlayedSteps:
     """Return the arguments of `played_run` for these sizes. `eval_rows`: of an evaluation batch, if not those of the plan."""
     step = trace.train.at(*lengths.laid_out(plan, rows, width))
-    known = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
-    steps = [] if trace.fixed_width else lengths.steps(plan, rows, width)
+    steps = [] if trace.fixed_width else lengths.steps(plan, rows, width, EVENTS // len(step.events))
+    evaluations = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
-        pooled = trace.train.at(*largest_size(plan, max(1, tokens // width), width))
-    return PlayedSteps(
-        step,
-        trace.eval.at(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width),
-        pooled,
-        [[trace.train.at(*astuple(shape)) for shape in micro_batches] for micro_batches in few(steps, len(step.events))],
-        [trace.eval.at(*astuple(shape)) for shape in known],
-    )
-
-
-def few(steps: Sequence[Sequence[Shape]], events: int) -> list[Sequence[Shape]]:
-    """Return the first and the different ones of `steps`, as many as have EVENTS together. `events`: of a micro-batch."""
-    found: list[Sequence[Shape]] = []
-    left = EVENTS
-    for number, step in enumerate(steps):
-        if number < 2 or step not in found:
-            left -= len(step) * events
-            if found and left < 0:
-                break
-            found.append(step)
-    return found
+        pooled = trace.train.at(*largest_shape(plan, max(1, tokens // width), width))
+    evaluations = evaluations or [Shape(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width)]
+    played = [[trace.train.at(*shape) for shape in micro_batches] for micro_batches in steps]
+    return step, [trace.eval.at(*shape) for shape in evaluations], pooled, played
 
 
 def device_trace(plan: Plan, width: int, head: Head, cache: Path | None) -> Trace:
@@ -157,7 +140,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
     run = played_run(*steps)
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
-        memory_of(plan, shape, lengths, "traced", parts, steps.train.host_bytes()),
+        memory_of(plan, shape, lengths, "traced", parts, steps[0].host_bytes()),
         peak_gib=(run.train.bytes + buckets + waiting) / GIB,
         eval_peak_gib=None if lengths.eval_rows == 0 else (run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.config.card import Card
-from hwopt.memory.shapes import micro_batch_sizes
+from hwopt.memory.shapes import Shape, micro_batch_shapes
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.planning.memory_plan import Prediction
 from hwopt.planning.plan import Plan
@@ -41,7 +41,7 @@ def predict_time(plan: Plan, train: Scaled, lengths: NDArray[np.int32] | None, w
         return None
     steps = sampled_steps(plan, lengths, width)
     peaks = operation_peaks(plan, train.base)
-    cost: dict[tuple[int, int], NDArray[np.float64]] = {}
+    cost: dict[Shape, NDArray[np.float64]] = {}
     seconds = np.zeros(2)
     for step in steps:
         for shape in step:
@@ -64,15 +64,15 @@ def card_peaks(card: Card | None) -> dict[str, float]:
     return {} if card is None else {name: peak for name, peak in card.dense_tflops.model_dump().items() if peak}
 
 
-def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> list[list[tuple[int, int]]]:
-    """Return (rows, width) of the micro-batches of some step batches of one rank.
+def sampled_steps(plan: Plan, lengths: NDArray[np.int32] | None, width: int) -> list[list[Shape]]:
+    """Return the shapes of the micro-batches of some step batches of one rank.
 
     The samples are random ones of the data, or without data all of `width` tokens.
     """
     share = ceil(plan.batch.step / plan.world_size)
     random = np.random.Generator(np.random.Philox(0))
     drawn = [[width] * share] if lengths is None else random.choice(lengths, (SAMPLED_STEPS, share)).tolist()
-    return [micro_batch_sizes(plan, chosen, plan.batch.train) for chosen in drawn]
+    return [micro_batch_shapes(plan, chosen, plan.batch.train) for chosen in drawn]
 
 
 def operation_peaks(plan: Plan, timeline: Timeline) -> NDArray[np.float64]:

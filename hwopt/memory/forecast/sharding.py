@@ -141,4 +141,4 @@ def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: T
     over = scheme.spread_over(ranks)
     parts = sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
     fractions = dict.fromkeys(KINDS, 1.0) | parts
-    return played_run(train.with_fractions(fractions, 1 / over), evaluation.with_fractions(fractions))
+    return played_run(train.with_fractions(fractions, 1 / over), [evaluation.with_fractions(fractions)])

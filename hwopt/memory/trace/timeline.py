@@ -23,8 +23,6 @@ LIMIT = 1 << 20
 """The largest number of rows or tokens that is searched."""
 
 Numbers = NDArray[np.float64]
-Ratios = tuple[float, float, float]
-"""Rows, width and width of the targets, each divided by that of another shape."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +102,16 @@ class Timeline:
         return np.array_equal(ours, theirs) and np.array_equal(self.operands, other.operands)
 
 
-@dataclass(frozen=True)
-class Powers:
-    """The powers of rows, width and width of the targets to which each value is proportional."""
+POWERS = np.array([(rows, width, target) for rows in (0, 1) for width in (0, 1, 2) for target in range(3 - width)], np.float64)
+"""Powers of rows, width and width of the targets to which a value may be proportional."""
 
-    powers: Numbers  # (values, 3)
 
-    @classmethod
-    def fit(cls, base: Numbers, other: Numbers, ratios: Ratios) -> Powers:
-        """Return the powers that best explain `other`, traced with `ratios` times the sizes."""
-        known = (base > 0) & (other > 0)
-        found = np.log(np.divide(other, base, out=np.ones_like(base), where=known), where=known, out=np.zeros_like(base))
-        powers = [(rows, width, target) for rows in (0, 1) for width in (0, 1, 2) for target in range(3 - width)]
-        known_powers = np.array(powers, np.float64)
-        return cls(known_powers[np.abs(found[:, None] - known_powers @ np.log(ratios)).argmin(axis=1)])
-
-    def factor(self, ratios: Ratios) -> Numbers:
-        """Return the factor of each value for `ratios` times the sizes."""
-        factor: Numbers = np.prod(np.array(ratios) ** self.powers, axis=1)
-        return factor
+def fitted_powers(base: Numbers, other: Numbers, ratios: Numbers) -> Numbers:
+    """Return the (values, 3) of POWERS that best explain `other`, traced with `ratios` times the sizes."""
+    known = (base > 0) & (other > 0)
+    found = np.log(np.divide(other, base, out=np.ones_like(base), where=known), where=known, out=np.zeros_like(base))
+    powers: Numbers = POWERS[np.abs(found[:, None] - POWERS @ np.log(ratios)).argmin(axis=1)]
+    return powers
 
 
 @dataclass(frozen=True)
@@ -130,45 +119,37 @@ class Scaled:
     """A timeline as a function of rows, width and width of the targets, from traces at two points that differ in all."""
 
     base: Timeline
-    rows: int
-    width: int
-    target: int
-    """Width of the targets of an encoder-decoder; 1 for other tasks."""
-    sizes: Powers
-    flops: Powers
-    summed_rows: Powers
-    """Of the rows of column sums, which determine the size of their workspaces."""
+    shape: Sequence[int]
+    """Rows, width, and width of the targets of an encoder-decoder; 1 for other tasks."""
+    sizes: Numbers
+    """Powers of each storage, of each operation's `flops`, and of the rows of column sums, which determine their workspaces."""
+    flops: Numbers
+    summed_rows: Numbers
 
     @classmethod
     def fit(cls, base: Timeline, shape: Sequence[int], other: Timeline, other_shape: Sequence[int]) -> Scaled:
-        """Fit the powers to two traces of (rows, width, width of the targets).
-
-        Raises ValueError if they ran other operations or no powers explain the second.
-        """
+        """Fit the powers to two traces. Raises ValueError if they ran other operations or no powers explain the second."""
         if not base.same_program(other):
             raise ValueError("a second size runs other operations")
-        rows, width, target = shape
-        ratios = other_shape[0] / rows, other_shape[1] / width, other_shape[2] / target
-        sizes = Powers.fit(base.sizes, other.sizes, ratios)
-        summed_rows = Powers.fit(base.column_sums[:, 1], other.column_sums[:, 1], ratios)
-        scaled = cls(base, rows, width, target, sizes, Powers.fit(base.flops, other.flops, ratios), summed_rows)
+        pairs = (base.sizes, other.sizes), (base.flops, other.flops), (base.column_sums[:, 1], other.column_sums[:, 1])
+        scaled = cls(base, shape, *(fitted_powers(*pair, np.divide(other_shape, shape)) for pair in pairs))
         if not np.isclose(scaled.at(*other_shape).peak().bytes, other.peak().bytes, rtol=0.01):
             raise ValueError("the sizes are not powers of rows and width")
         return scaled
 
     def at(self, rows: int, width: int, target: int | None = None) -> Timeline:
         """Return the timeline of a micro-batch of `rows` x `width` tokens, with targets as wide as traced if not of `target`."""
-        ratios = rows / self.rows, width / self.width, (target or self.target) / self.target
-        sizes = self.base.sizes * self.sizes.factor(ratios)
+        ratios = np.divide((rows, width, target or self.shape[2]), self.shape)
+        sizes = self.base.sizes * np.prod(ratios**self.sizes, axis=1)
         columns, summed = self.base.column_sums.T
         found = columns > 0
         if found.any():
-            summed = summed[found] * self.summed_rows.factor(ratios)[found]
+            summed = summed[found] * np.prod(ratios ** self.summed_rows[found], axis=1)
             sizes[found] = workspace_bytes(columns[found], summed, *self.base.processors.tolist())
         return replace(
             self.base,
             sizes=sizes,
-            flops=self.base.flops * self.flops.factor(ratios),
+            flops=self.base.flops * np.prod(ratios**self.flops, axis=1),
             host_sizes=self.base.host_sizes * ratios[0] * ratios[1],  # activations: (rows, width, hidden size)
         )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from hwopt.data.stores.token_store import fingerprint
 from hwopt.data.tokenizer_training import planned_config
-from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_size, widths_of
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_shape, widths_of
 from hwopt.memory.trace.timeline import Scaled, Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.model.config import load_config
@@ -35,7 +35,7 @@ ROWS = 8
 class Trace:
     """A training step and an evaluation as functions of the rows and, unless `fixed_width`, of the widths.
 
-    Those of a training step are what the recipe's collate lays out (`largest_size`).
+    Those of a training step are what the recipe's collate lays out (`largest_shape`).
     """
 
     train: Scaled
@@ -90,7 +90,7 @@ def trace_key(plan: Plan, width: int, head: Head) -> str:
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
     batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
     return fingerprint(
-        [FORMAT, ROWS, vars(second_shape(width, target_width(plan, head))), dict(plan.software), decided, job, device, batch],
+        [FORMAT, ROWS, second_shape(width, target_width(plan, head)), dict(plan.software), decided, job, device, batch],
         config.to_json_string(),
     )
 
@@ -113,18 +113,18 @@ def second_shape(width: int, target: int) -> Shape:
     """
     # kernels of attention pad the width to multiples of 8: both widths must leave the same remainder
     less = max(1, width // 256) * 32 if width >= 64 else -(-width // 16) * 8
-    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16, 3 * target if target > 1 else None)
+    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16, 4 * target if target > 1 else None)
 
 
 def fit_trace(plan: Plan, found: dict[str, Timeline], width: int, target: int) -> Trace:
     """Return the traces as functions of the shape. Raises NotTraceable if they are not."""
     for fixed_width, name, shape in ((False, "other", second_shape(width, target)), (True, "taller", Shape(7 * ROWS, width))):
-        sizes = (ROWS, width), (shape.rows, shape.width)
-        other_target = shape.target or target
+        sizes = (ROWS, width, target), (shape.rows, shape.width, shape.target or target)
+        laid_out = [(*largest_shape(plan, *size[:2])[:2], size[2]) for size in sizes]
         with contextlib.suppress(ValueError, KeyError):
             train, evaluate = (
-                Scaled.fit(found[f"{what}.base"], (*base, target), found[f"{what}.{name}"], (*other, other_target))
-                for what, (base, other) in (("train", [largest_size(plan, *size) for size in sizes]), ("eval", sizes))
+                Scaled.fit(found[f"{what}.base"], base, found[f"{what}.{name}"], other)
+                for what, (base, other) in (("train", laid_out), ("eval", sizes))
             )
             return Trace(train, evaluate, fixed_width)
     raise NotTraceable("the operations of a step change with the number of rows")
