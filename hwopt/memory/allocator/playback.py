@@ -41,7 +41,7 @@ class PlayedRun:
     """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
-PlayedSteps = tuple[Timeline, Sequence[Timeline], Timeline | None, Iterable[Sequence[Timeline]]]
+PlayedSteps = tuple[Timeline, Sequence[Timeline], Timeline | None, Iterable[Sequence[Timeline]], Sequence[Timeline]]
 """The arguments of `played_run`."""
 
 
@@ -50,6 +50,7 @@ def played_run(
     evaluations: Sequence[Timeline],
     pooled: Timeline | None = None,
     steps: Iterable[Sequence[Timeline]] = (),
+    largest: Sequence[Timeline] = (),
 ) -> PlayedRun:
     """Return the memory of a run. hwopt tries the first evaluation batch, the largest, before step 1.
 
@@ -57,30 +58,30 @@ def played_run(
     `train`: the largest micro-batch. `evaluations`: the batches of an evaluation, in order.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
     `steps`: the micro-batches of steps of the run. They leave segments that are too small for the tensors of larger ones.
+    `largest`: the micro-batches of the largest step, of which `train` is one; (): one of `train`, or two of `train`.
     """
     if not train.cached:
         peaks = train.peak(), highest(each.peak() for each in evaluations)
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
     allocator = CachingAllocator(train.expandable)
     player = Player(evaluations[0], allocator)
-    player.step("missing" if train.late_state else "exists")
+    player.micro_batch("missing" if train.late_state else "exists")
     state: State = "created" if train.late_state else "exists"
     found = []
-    for micro_batches in steps:
-        for number, micro_batch in enumerate(micro_batches):
-            player = Player(micro_batch, allocator, player)
-            found.append(player.micro_batch(state, first=number == 0, last=number == len(micro_batches) - 1))
+    for step in steps:
+        player, peak = played_step(player, step, state)
+        found.append(peak)
         state = "exists"
-    player = Player(train, allocator, player)
+    largest = largest or [train] * (2 if Player(train, allocator).summed else 1)
     if state == "created":
-        player.step(state)
-    peak = highest([*found, player.steady_step()])
+        player, _ = played_step(player, largest, state)
+    player, peak = steady_step(player, largest)
     evaluated = []
     for batch in evaluations:
-        player = Player(batch, allocator, player)
-        evaluated.append(player.step())
-    eval_peak = highest(evaluated)
-    Player(train, allocator, player).steady_step()
+        player, eval_peak = played_step(player, [batch])
+        evaluated.append(eval_peak)
+    peak, eval_peak = highest([*found, peak]), highest(evaluated)
+    steady_step(player, largest)
     reserved = allocator.reserved
     if pooled is None:
         return PlayedRun(peak, eval_peak, reserved)
@@ -112,12 +113,12 @@ def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline
     """
     own, common = CachingAllocator(pooled.expandable), CachingAllocator(train.expandable)
     evaluating = Player(evaluation, common)
-    evaluating.step()
+    evaluating.micro_batch()
     training = Player(train, common, evaluating)
     if train is pooled:
         training.enter()
     else:
-        training.steady_step()
+        training, _ = steady_step(evaluating, [train] * (2 if training.summed else 1))
     captured: dict[int, Block] = {}
     passes = int(pooled.phases[1]) - pooled.before
     sizes = np.ceil(pooled.sizes).astype(np.int64).tolist()
@@ -149,7 +150,7 @@ def added_gradients(step: Timeline, summed: Collection[int]) -> set[int]:
 
 
 class Player:
-    """Plays one step again and again."""
+    """Plays one micro-batch."""
 
     def __init__(self, timeline: Timeline, allocator: CachingAllocator, before: Player | None = None) -> None:
         """`before`: the player of earlier steps, whose storages this one takes over."""
@@ -183,22 +184,7 @@ class Player:
             -event - 1 for event in passes[end:] if event < 0
         )
 
-    def steady_step(self) -> Peak:
-        """Play steps until one reserves no more than the one before, and return its peak."""
-        for _ in range(STEPS):
-            before = self.allocator.reserved
-            peak = self.step()
-            if self.allocator.reserved == before:
-                break
-        return peak
-
-    def step(self, state: State = "exists") -> Peak:
-        """Play one step and return its peak; with two micro-batches if its gradients are those of several."""
-        if not self.summed:
-            return self.micro_batch(state, first=True, last=True)
-        return highest([self.micro_batch(state, first=True, last=False), self.micro_batch(state, first=False, last=True)])
-
-    def micro_batch(self, state: State, *, first: bool, last: bool) -> Peak:
+    def micro_batch(self, state: State = "exists", *, first: bool = True, last: bool = True) -> Peak:
         """Play a micro-batch, of its step the first one, the last one, both or neither. The last one is followed by the update.
 
         The trace is that of a later one, which adds to gradients that exist. The first one keeps what it would add. These blocks
@@ -260,6 +246,25 @@ class Player:
         for number in missing:
             taken[number] = self.allocator.allocate(self.sizes[number])
         self.live, self.left = taken, []
+
+
+def played_step(player: Player, micro_batches: Sequence[Timeline], state: State = "exists") -> tuple[Player, Peak]:
+    """Play a step, or an evaluation batch, after what `player` has played, and return its last player and its peak."""
+    peaks = []
+    for number, micro_batch in enumerate(micro_batches):
+        player = Player(micro_batch, player.allocator, player)
+        peaks.append(player.micro_batch(state, first=number == 0, last=number == len(micro_batches) - 1))
+    return player, highest(peaks)
+
+
+def steady_step(player: Player, micro_batches: Sequence[Timeline]) -> tuple[Player, Peak]:
+    """Play a step until it reserves no more than before. Returns the same as `played_step`."""
+    for _ in range(STEPS):
+        before = player.allocator.reserved
+        player, peak = played_step(player, micro_batches)
+        if player.allocator.reserved == before:
+            break
+    return player, peak
 
 
 def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int = LIMIT) -> int:

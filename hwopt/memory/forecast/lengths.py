@@ -77,7 +77,7 @@ class Lengths:
         `rows`, `width`: the most of a micro-batch, before the collate lays it out.
         """
         found: list[list[Shape]] = []
-        if self.train is None:
+        if self.train is None or not most:
             return found
         for samples in self.some_steps(plan):
             targets = None if self.targets is None else self.targets[samples].tolist()
@@ -104,19 +104,24 @@ class Lengths:
         return [shape for number, shape in enumerate(different) if number < EVALUATED or shape == largest]
 
     def laid_out(self, plan: Plan, rows: int, width: int) -> Shape:
-        """The shape of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it.
+        """The shape of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it."""
+        return max(self.largest_step(plan, rows, width) or [largest_shape(plan, rows, width)], key=lambda shape: shape.tokens)
 
-        A collate that fills rows with several samples makes smaller micro-batches of most steps than of the longest samples.
-        The latter count where a run tries them before step 1, and where the steps of the run are not known.
+    def largest_step(self, plan: Plan, rows: int, width: int) -> list[Shape]:
+        """The micro-batches of the step of the run with the largest one; [] if a recipe makes micro-batches of `rows` x `width`.
+
+        A cut by length, and a collate that fills rows with several samples, make smaller ones of most steps than of the longest
+        samples. The latter count where a run tries them before step 1, and where the steps of the run are not known.
         """
         share = -(-plan.batch.step // plan.world_size)
-        if plan.recipe.collate is None or self.train is None or rows > share or width > widths_of(plan).of(self.longest):
-            return largest_shape(plan, rows, width)
-        steps = list(self.some_steps(plan))
-        whole = [step for step in steps if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
-        lengths = [np.minimum(self.train[step], width).tolist() for step in (steps[:1] if plan.chose else whole or steps)]
-        shapes = (shape for step in lengths for shape in micro_batch_shapes(plan, step, rows))
-        return max(shapes, key=lambda shape: shape.tokens)
+        own = plan.recipe.collate is not None or plan.recipe.cut is not None
+        if not own or self.train is None or rows > share or width > widths_of(plan).of(self.longest):
+            return []
+        samples = list(self.some_steps(plan))
+        whole = [step for step in samples if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
+        lengths = [np.minimum(self.train[step], width).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
+        steps = (micro_batch_shapes(plan, step, rows) for step in lengths)
+        return max(steps, key=lambda step: max(shape.tokens for shape in step))
 
     def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of some steps of the run on one rank, in its order.

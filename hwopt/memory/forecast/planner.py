@@ -111,16 +111,17 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
 
 def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, width: int, eval_rows: int | None = None) -> PlayedSteps:
     """Return the arguments of `played_run` for these sizes. `eval_rows`: of an evaluation batch, if not those of the plan."""
+    largest = [trace.train.at(*shape) for shape in lengths.largest_step(plan, rows, width)]
     step = trace.train.at(*lengths.laid_out(plan, rows, width))
-    steps = [] if trace.fixed_width else lengths.steps(plan, rows, width, EVENTS // len(step.events))
-    evaluations = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
+    most = 0 if trace.fixed_width else EVENTS // len(step.events)
+    steps = [[trace.train.at(*shape) for shape in shapes] for shapes in lengths.steps(plan, rows, width, most)]
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else step
     if tokens and rows * width > tokens:
         pooled = trace.train.at(*largest_shape(plan, max(1, tokens // width), width))
-    evaluations = evaluations or [Shape(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width)]
-    played = [[trace.train.at(*shape) for shape in micro_batches] for micro_batches in steps]
-    return step, [trace.eval.at(*shape) for shape in evaluations], pooled, played
+    known = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
+    evaluations = known or [Shape(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width)]
+    return step, [trace.eval.at(*shape) for shape in evaluations], pooled, steps, largest
 
 
 def device_trace(plan: Plan, width: int, head: Head, cache: Path | None) -> Trace:

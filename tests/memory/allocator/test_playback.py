@@ -78,7 +78,7 @@ def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
     small, evaluation = replace(step, sizes=step.sizes * [1, 1, 1, 0.6, 1]), timeline([100], [], before=1)
     allocator = CachingAllocator()
     player = Player(evaluation, allocator)
-    player.step()
+    player.micro_batch()
     found = []
     for number, micro_batch in enumerate([small, step, small]):
         player = Player(micro_batch, allocator, player)
@@ -137,7 +137,7 @@ def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)
 
     def at(rows: int) -> PlayedSteps:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), [evaluation], None, ()
+        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), [evaluation], None, (), ()
 
     most = largest_played(at, budget_mib * MIB)
     assert played_run(*at(most)).reserved <= budget_mib * MIB
