@@ -111,17 +111,27 @@ class Lengths:
         """The micro-batches of the step of the run with the largest one; [] if a recipe makes micro-batches of `rows` x `width`.
 
         A cut by length, and a collate that fills rows with several samples, make smaller ones of most steps than of the longest
-        samples. The latter count where a run tries them before step 1, and where the steps of the run are not known.
+        samples. The latter count where a run tries them before step 1, and where the steps of the run are not known: a cut by
+        length in an epoch that is not looked at may make a larger one.
         """
         share = -(-plan.batch.step // plan.world_size)
-        own = plan.recipe.collate is not None or plan.recipe.cut is not None
-        if not own or self.train is None or rows > share or width > widths_of(plan).of(self.longest):
+        if self.train is None or rows > share or width > widths_of(plan).of(self.longest):
+            return []
+        known = self.run_steps(plan) <= MOST_EPOCHS * self.steps_per_epoch(plan)
+        if plan.recipe.collate is None and (plan.recipe.cut is None or not known):
             return []
         samples = list(self.some_steps(plan))
         whole = [step for step in samples if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
         lengths = [np.minimum(self.train[step], width).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
         steps = (micro_batch_shapes(plan, step, rows) for step in lengths)
         return max(steps, key=lambda step: max(shape.tokens for shape in step))
+
+    def steps_per_epoch(self, plan: Plan) -> int:
+        return math.ceil(len(self.train) / plan.batch.step) if self.train is not None else 0
+
+    def run_steps(self, plan: Plan) -> int:
+        """The optimizer steps of the run."""
+        return plan.training.max_steps or math.ceil(plan.training.num_train_epochs * self.steps_per_epoch(plan))
 
     def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of some steps of the run on one rank, in its order.
@@ -130,10 +140,9 @@ class Lengths:
         last, those with the most tokens and those with the longest samples and targets.
         """
         assert self.train is not None, "the data was read"
-        share, per_epoch = -(-plan.batch.step // plan.world_size), math.ceil(len(self.train) / plan.batch.step)
+        share, per_epoch, left = -(-plan.batch.step // plan.world_size), self.steps_per_epoch(plan), self.run_steps(plan)
         if plan.chose:
             yield np.argsort(-self.train, kind="stable")[:share]
-        left = plan.training.max_steps or math.ceil(plan.training.num_train_epochs * per_epoch)
         order, seed = plan.recipe.order or shuffled, plan.training.seed
         sampler = StepSampler(self.train, self.train, order, seed, plan.batch.step, total_steps=0, mixture=self.mixture)
         for epoch in range(min(MOST_EPOCHS, math.ceil(left / per_epoch))):
