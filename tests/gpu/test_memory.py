@@ -57,7 +57,7 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
     plan = plan_for(tiny_profile(**tables), job)
     trace, rows = trace_plan(plan, width, Head(2)), max(1, 8192 // width)
-    predicted = played_run(trace.train.at(rows, width), [trace.eval.at(rows, width)])
+    predicted = played_run([trace.train.at(rows, width)], [trace.eval.at(rows, width)])
     available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     try:
         real = measure(plan, Shape(rows, width), Head(2))

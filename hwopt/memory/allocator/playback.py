@@ -20,8 +20,6 @@ from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Timeline, largest
 GRADIENTS = KINDS.index("gradients")
 STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
-
-
 State = Literal["exists", "missing", "created"]
 """Whether the optimizer's state exists before a step, does not exist, or is created in its update."""
 
@@ -41,51 +39,48 @@ class PlayedRun:
     """The part of `reserved` that the run does not need without the memory pool of its graphs."""
 
 
-PlayedSteps = tuple[Timeline, Sequence[Timeline], Timeline | None, Iterable[Sequence[Timeline]], Sequence[Timeline]]
+PlayedSteps = tuple[Sequence[Timeline], Sequence[Timeline], Timeline | None, Iterable[Sequence[Timeline]]]
 """The arguments of `played_run`."""
 
 
 def played_run(
-    train: Timeline,
+    largest: Sequence[Timeline],
     evaluations: Sequence[Timeline],
     pooled: Timeline | None = None,
     steps: Iterable[Sequence[Timeline]] = (),
-    largest: Sequence[Timeline] = (),
 ) -> PlayedRun:
     """Return the memory of a run. hwopt tries the first evaluation batch, the largest, before step 1.
 
     A later evaluation finds other free blocks: the steps before it have split the large ones for what they keep.
-    `train`: the largest micro-batch. `evaluations`: the batches of an evaluation, in order.
+    `largest`: the micro-batches of the largest step. `evaluations`: the batches of an evaluation, in order.
     `pooled`: the largest training step whose passes have a memory pool of their own (`MemorySpec.pooled_tokens`).
     `steps`: the micro-batches of steps of the run. They leave segments that are too small for the tensors of larger ones.
-    `largest`: the micro-batches of the largest step, of which `train` is one; (): one of `train`, or two of `train`.
     """
+    train = largest[0]
     if not train.cached:
-        peaks = train.peak(), highest(each.peak() for each in evaluations)
+        peaks = highest(each.peak() for each in largest), highest(each.peak() for each in evaluations)
         return PlayedRun(*peaks, max(peak.bytes for peak in peaks))
     allocator = CachingAllocator(train.expandable)
     player = Player(evaluations[0], allocator)
     player.micro_batch("missing" if train.late_state else "exists")
     state: State = "created" if train.late_state else "exists"
-    found = []
+    found, evaluated = [], []
     for step in steps:
         player, peak = played_step(player, step, state)
         found.append(peak)
         state = "exists"
-    largest = largest or [train] * (2 if Player(train, allocator).summed else 1)
     if state == "created":
         player, _ = played_step(player, largest, state)
     player, peak = steady_step(player, largest)
-    evaluated = []
     for batch in evaluations:
         player, eval_peak = played_step(player, [batch])
         evaluated.append(eval_peak)
-    peak, eval_peak = highest([*found, peak]), highest(evaluated)
     steady_step(player, largest)
+    peak, eval_peak = highest([*found, peak]), highest(evaluated)
     reserved = allocator.reserved
     if pooled is None:
         return PlayedRun(peak, eval_peak, reserved)
-    pool = max(0, reserved_beside_pool(train, evaluations[0], pooled) - reserved)
+    pool = max(0, reserved_beside_pool(largest, evaluations[0], pooled) - reserved)
     kept = sum(int(pooled.sizes[number]) for number in summed_gradients(pooled))
     parts = eval_peak.parts | {"gradients": eval_peak.parts["gradients"] + kept}
     return PlayedRun(peak, Peak(eval_peak.bytes + kept, parts), reserved + pool, pool)
@@ -105,20 +100,21 @@ def summed_gradients(step: Timeline) -> list[int]:
     return [int(number) for number in numbers[step.kinds[numbers] == GRADIENTS]]
 
 
-def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline) -> int:
+def reserved_beside_pool(largest: Sequence[Timeline], evaluation: Timeline, pooled: Timeline) -> int:
     """Return what is reserved once the passes of `pooled` are captured into a pool of their own, which keeps its memory.
 
     torch returns the free segments of the common pool before a capture. After it the common pool serves evaluation, the update,
-    and `train` if that is another step, which is too large to be captured.
+    and the `largest` step if that has other micro-batches, which are too large to be captured.
     """
-    own, common = CachingAllocator(pooled.expandable), CachingAllocator(train.expandable)
+    own, common = CachingAllocator(pooled.expandable), CachingAllocator(pooled.expandable)
     evaluating = Player(evaluation, common)
     evaluating.micro_batch()
-    training = Player(train, common, evaluating)
-    if train is pooled:
+    training = Player(pooled, common, evaluating)
+    all_captured = any(micro_batch is pooled for micro_batch in largest)
+    if all_captured:
         training.enter()
     else:
-        training, _ = steady_step(evaluating, [train] * (2 if training.summed else 1))
+        training, _ = steady_step(evaluating, largest)
     captured: dict[int, Block] = {}
     passes = int(pooled.phases[1]) - pooled.before
     sizes = np.ceil(pooled.sizes).astype(np.int64).tolist()
@@ -128,9 +124,9 @@ def reserved_beside_pool(train: Timeline, evaluation: Timeline, pooled: Timeline
             own.release(captured.pop(number))
         elif event > 0 and place < passes and sizes[number]:
             captured[number] = own.allocate(sizes[number])
-        elif train is pooled and event > 0 and sizes[number]:
+        elif all_captured and event > 0 and sizes[number]:
             training.live[number] = common.allocate(sizes[number])
-        elif train is pooled and event < 0 and number in training.live:
+        elif all_captured and event < 0 and number in training.live:
             common.release(training.live.pop(number))
     return own.reserved + common.reserved
 
@@ -179,10 +175,8 @@ class Player:
         They are those of `hwopt.training.accumulation.weights_cast_once`, which the micro-batches of a step share.
         """
         passes, forward = self.events[: self.update], self.events[: int(self.timeline.phases[0]) - self.timeline.before]
-        end = max((place for place, event in enumerate(passes) if event > 0), default=0)
-        return frozenset(event - 1 for event in forward if event > 0) & frozenset(
-            -event - 1 for event in passes[end:] if event < 0
-        )
+        last = {-event for event in passes[max((place for place, event in enumerate(passes) if event > 0), default=0) :]}
+        return frozenset(event - 1 for event in forward if event > 0 and event in last)
 
     def micro_batch(self, state: State = "exists", *, first: bool = True, last: bool = True) -> Peak:
         """Play a micro-batch, of its step the first one, the last one, both or neither. The last one is followed by the update.
@@ -278,7 +272,7 @@ def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int =
 
     def tensors(number: int) -> int:
         train, evaluations, *_ = at(number)
-        return max(timeline.peak().bytes for timeline in (train, *evaluations))
+        return max(timeline.peak().bytes for timeline in (*train, *evaluations))
 
     def most(budget: float) -> int:
         return largest(lambda number: tensors(number) <= budget, limit)

@@ -15,7 +15,7 @@ from hwopt.data.batches.samplers import StepSampler, eval_batches
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.location import MissingFileError
 from hwopt.errors import DataError, HwoptError, InputError
-from hwopt.memory.shapes import Head, Shape, largest_shape, micro_batch_shapes, padded_shapes, widths_of
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients, largest_shape, micro_batch_shapes, padded_shapes, widths_of
 from hwopt.model.facts import ModelFacts
 from hwopt.planning.plan import Plan
 from hwopt.saving.best_model import best_metric
@@ -71,23 +71,23 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
-    def steps(self, plan: Plan, rows: int, width: int, most: int) -> list[list[Shape]]:
-        """The different ones of some steps of the run, if they are known: the first ones, with `most` micro-batches together.
+    def steps(self, plan: Plan, rows: int, width: int, most: int) -> Iterator[list[Shape]]:
+        """Yield the different ones of some steps of the run, if known: the first ones, with `most` micro-batches together.
 
         `rows`, `width`: the most of a micro-batch, before the collate lays it out.
         """
         found: list[list[Shape]] = []
         if self.train is None or not most:
-            return found
+            return
         for samples in self.some_steps(plan):
             targets = None if self.targets is None else self.targets[samples].tolist()
             step = micro_batch_shapes(plan, np.minimum(self.train[samples], width).tolist(), rows, targets)
             if step not in found:
                 most -= len(step)
                 if found and most < 0:
-                    break
+                    return
                 found.append(step)
-        return found
+                yield step
 
     def evaluations(self, plan: Plan, width: int) -> list[Shape]:
         """The first batches of an evaluation on one rank, and the one with the most tokens of targets, if they are known."""
@@ -103,35 +103,31 @@ class Lengths:
         different = list(dict.fromkeys(found))
         return [shape for number, shape in enumerate(different) if number < EVALUATED or shape == largest]
 
-    def laid_out(self, plan: Plan, rows: int, width: int) -> Shape:
-        """The shape of the largest micro-batch of the run, after the recipe's collate. `rows`, `width`: before it."""
-        return max(self.largest_step(plan, rows, width) or [largest_shape(plan, rows, width)], key=lambda shape: shape.tokens)
-
     def largest_step(self, plan: Plan, rows: int, width: int) -> list[Shape]:
-        """The micro-batches of the step of the run with the largest one; [] if a recipe makes micro-batches of `rows` x `width`.
+        """The micro-batches of the step of the run with the largest one: with most recipes one or two of `rows` x `width`.
 
         A cut by length, and a collate that fills rows with several samples, make smaller ones of most steps than of the longest
         samples. The latter count where a run tries them before step 1, and where the steps of the run are not known: a cut by
         length in an epoch that is not looked at may make a larger one.
         """
-        share = -(-plan.batch.step // plan.world_size)
+        share, recipe = -(-plan.batch.step // plan.world_size), plan.recipe
+        usual = [largest_shape(plan, rows, width)] * (2 if accumulates_gradients(plan) else 1)
         if self.train is None or rows > share or width > widths_of(plan).of(self.longest):
-            return []
-        known = self.run_steps(plan) <= MOST_EPOCHS * self.steps_per_epoch(plan)
-        if plan.recipe.collate is None and (plan.recipe.cut is None or not known):
-            return []
+            return usual
+        per_epoch, total = self.numbers_of_steps(plan)
+        if recipe.collate is None and (recipe.cut is None or total > MOST_EPOCHS * per_epoch):
+            return usual
         samples = list(self.some_steps(plan))
         whole = [step for step in samples if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
         lengths = [np.minimum(self.train[step], width).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
         steps = (micro_batch_shapes(plan, step, rows) for step in lengths)
         return max(steps, key=lambda step: max(shape.tokens for shape in step))
 
-    def steps_per_epoch(self, plan: Plan) -> int:
-        return math.ceil(len(self.train) / plan.batch.step) if self.train is not None else 0
-
-    def run_steps(self, plan: Plan) -> int:
-        """The optimizer steps of the run."""
-        return plan.training.max_steps or math.ceil(plan.training.num_train_epochs * self.steps_per_epoch(plan))
+    def numbers_of_steps(self, plan: Plan) -> tuple[int, int]:
+        """The optimizer steps of an epoch, and of the run."""
+        assert self.train is not None, "the data was read"
+        per_epoch = math.ceil(len(self.train) / plan.batch.step)
+        return per_epoch, plan.training.max_steps or math.ceil(plan.training.num_train_epochs * per_epoch)
 
     def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of some steps of the run on one rank, in its order.
@@ -140,7 +136,7 @@ class Lengths:
         last, those with the most tokens and those with the longest samples and targets.
         """
         assert self.train is not None, "the data was read"
-        share, per_epoch, left = -(-plan.batch.step // plan.world_size), self.steps_per_epoch(plan), self.run_steps(plan)
+        share, (per_epoch, left) = -(-plan.batch.step // plan.world_size), self.numbers_of_steps(plan)
         if plan.chose:
             yield np.argsort(-self.train, kind="stable")[:share]
         order, seed = plan.recipe.order or shuffled, plan.training.seed
@@ -176,21 +172,12 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
     labels = len(prepared.label_names or ()) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
-    pairs = plan.context.task.encoder_decoder
-    return Lengths(
-        prepared.train.lengths,
-        longest,
-        labels,
-        source,
-        refusal(plan, prepared),
-        evaluated,
-        len(prepared.chat_tokens.new),
-        max(int(store.counts.max()) for store in stores) if pairs else None,
-        tuple(prepared.warnings),
-        prepared.train.mixture,
-        prepared.train.counts if pairs else None,
-        tuple((part.lengths, part.counts if pairs else None) for name, part in prepared.parts.items() if name != "train"),
-    )
+    new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
+    pairs, problem, train = plan.context.task.encoder_decoder, refusal(plan, prepared), prepared.train
+    target, targets = (max(int(store.counts.max()) for store in stores), train.counts) if pairs else (None, None)
+    parts = tuple((part.lengths, part.counts if pairs else None) for name, part in prepared.parts.items() if name != "train")
+    known = longest, labels, source, problem, evaluated, new, target, warnings, train.mixture, targets, parts
+    return Lengths(train.lengths, *known)
 
 
 def refusal(plan: Plan, prepared: Prepared) -> HwoptError | None:

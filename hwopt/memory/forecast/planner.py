@@ -112,16 +112,15 @@ def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Len
 def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, width: int, eval_rows: int | None = None) -> PlayedSteps:
     """Return the arguments of `played_run` for these sizes. `eval_rows`: of an evaluation batch, if not those of the plan."""
     largest = [trace.train.at(*shape) for shape in lengths.largest_step(plan, rows, width)]
-    step = trace.train.at(*lengths.laid_out(plan, rows, width))
-    most = 0 if trace.fixed_width else EVENTS // len(step.events)
-    steps = [[trace.train.at(*shape) for shape in shapes] for shapes in lengths.steps(plan, rows, width, most)]
+    most = 0 if trace.fixed_width else EVENTS // len(trace.train.base.events)
+    steps = ([trace.train.at(*shape) for shape in shapes] for shapes in lengths.steps(plan, rows, width, most))
     tokens = plan.memory_spec.pooled_tokens
-    pooled = None if tokens is None else step
+    pooled = None if tokens is None else max(largest, key=lambda step: step.peak().bytes)
     if tokens and rows * width > tokens:
         pooled = trace.train.at(*largest_shape(plan, max(1, tokens // width), width))
     known = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
     evaluations = known or [Shape(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width)]
-    return step, [trace.eval.at(*shape) for shape in evaluations], pooled, steps, largest
+    return largest, [trace.eval.at(*shape) for shape in evaluations], pooled, steps
 
 
 def device_trace(plan: Plan, width: int, head: Head, cache: Path | None) -> Trace:
@@ -141,7 +140,7 @@ def traced_memory(plan: Plan, shape: Shape, lengths: Lengths, trace: Trace) -> M
     run = played_run(*steps)
     parts = run.train.parts | {"temporary": run.train.parts["temporary"] + buckets + waiting}
     return replace(
-        memory_of(plan, shape, lengths, "traced", parts, steps[0].host_bytes()),
+        memory_of(plan, shape, lengths, "traced", parts, max(each.host_bytes() for each in steps[0])),
         peak_gib=(run.train.bytes + buckets + waiting) / GIB,
         eval_peak_gib=None if lengths.eval_rows == 0 else (run.eval.bytes + buckets) / GIB,
         reserved_gib=(run.reserved + buckets + waiting) / GIB,

@@ -7,6 +7,7 @@ arXiv:2304.11277). Without a trace, only the states are compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.playback import PlayedRun, played_run
 from hwopt.memory.forecast.communication import Ranks, Scheme, Volume, schemes_for, sharded, states, volume
 from hwopt.memory.forecast.lengths import lengths_of
+from hwopt.memory.forecast.planner import run_at
 from hwopt.memory.trace.timeline import KINDS, Timeline
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable
@@ -95,9 +97,7 @@ def compare_schemes(plan: Plan, ranks: Ranks, cache: Path) -> Comparison:
             trace = trace_plan(plan, memory.width, lengths_of(plan, cache).head, cache / "memory")
     steps = None
     if trace is not None:
-        lengths = lengths_of(plan, cache)
-        train = trace.train.at(*lengths.laid_out(plan, memory.rows, memory.width))
-        steps = train, trace.eval.at(lengths.eval_batch(plan, memory.width), memory.width)
+        steps = run_at(plan, lengths_of(plan, cache), trace, memory.rows, memory.width)[:2]
     spec, micro_batches = plan.memory_spec, plan.batch.accumulation(plan.world_size)
     layer = largest_layer(spec, plan.model)
     rows = []
@@ -136,9 +136,10 @@ def largest_layer(spec: MemorySpec, model: ModelFacts) -> float:
     return layer * (spec.weights + spec.gradient_bytes * spec.trained) / spec.parameters
 
 
-def played_per_rank(scheme: Scheme, ranks: Ranks, train: Timeline, evaluation: Timeline) -> PlayedRun:
+def played_per_rank(scheme: Scheme, ranks: Ranks, largest: Sequence[Timeline], evaluations: Sequence[Timeline]) -> PlayedRun:
     """Return the memory of a rank, without the temporarily gathered layer."""
     over = scheme.spread_over(ranks)
     parts = sharded(dict.fromkeys(STATES, 1.0), scheme.stage, over)
     fractions = dict.fromkeys(KINDS, 1.0) | parts
-    return played_run(train.with_fractions(fractions, 1 / over), [evaluation.with_fractions(fractions)])
+    train = [micro_batch.with_fractions(fractions, 1 / over) for micro_batch in largest]
+    return played_run(train, [batch.with_fractions(fractions) for batch in evaluations])

@@ -34,7 +34,7 @@ def timeline(sizes_mib: list[float], events: list[int], before: int = 0, **optio
 
 def played(step: Timeline) -> PlayedRun:
     """A run whose evaluation is the same step."""
-    return played_run(step, [step])
+    return played_run([step], [step])
 
 
 def test_block_that_is_not_split_counts_as_a_whole() -> None:
@@ -64,9 +64,9 @@ def test_first_micro_batch_makes_its_gradients_between_its_activations() -> None
     step = replace(timeline([100, 30, 200, 30], [2, 3, -3, 4, -4, -2], before=1), kinds=kinds, phases=np.array([3, 6]))
     step = replace(step, operands=np.array([1, 3]), ends=np.array([2]), update=1)
     evaluation = timeline([100], [], before=1)
-    assert played_run(step, [evaluation]).reserved == (100 + 200 + 200) * MIB
+    assert played_run([step, step], [evaluation]).reserved == (100 + 200 + 200) * MIB
     one_pass = replace(step, events=np.delete(step.events, 1), phases=np.array([2, 5]))  # without earlier gradients
-    assert played_run(one_pass, [evaluation]).reserved == (100 + 200) * MIB
+    assert played_run([one_pass, one_pass], [evaluation]).reserved == (100 + 200) * MIB
 
 
 def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
@@ -86,7 +86,7 @@ def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
     assert found == [100 + 50 + 120, 100 + 30 + 50 + 200, 100 + 30 + 50 + 120]
     assert allocator.allocated == 100 * MIB
     assert allocator.reserved == (100 + 50 + 120 + 200) * MIB, "the gradients of the first are in the block of its activations"
-    alone = played_run(small, [evaluation], steps=[[step]])
+    alone = played_run([small], [evaluation], steps=[[step]])
     assert (alone.train.bytes, alone.train.parts["gradients"]) == (350 * MIB, 0), "a step of one micro-batch adds to no gradients"
 
 
@@ -97,10 +97,10 @@ def test_cpu_reserves_nothing() -> None:
 
 def test_training_reuses_what_the_evaluation_reserved() -> None:
     train, evaluation = timeline([100, 40], [2, -2], before=1), timeline([100, 60], [2, -2], before=1)
-    run = played_run(train, [evaluation])
+    run = played_run([train], [evaluation])
     assert (run.train.bytes, run.eval.bytes, run.reserved) == (140 * MIB, 160 * MIB, 160 * MIB)
     smaller = timeline([100, 30], [2, -2], before=1)
-    assert played_run(train, [smaller]).reserved == 170 * MIB, "its segments are too small"
+    assert played_run([train], [smaller]).reserved == 170 * MIB, "its segments are too small"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -110,26 +110,26 @@ def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(la
     evaluation = replace(timeline([100, 20, 300, 0], [3, -3], before=2), kinds=kinds)
     train = replace(timeline([100, 20, 40, 10], [3, -3, 4, -4], before=2), kinds=kinds, late_state=late)
     train = replace(train, phases=np.array([3, 4]))
-    run = played_run(train, [evaluation])
+    run = played_run([train], [evaluation])
     assert run.reserved == (720 - 20 if late else 420) * MIB
-    assert played_run(train, [evaluation], steps=[[train]]) == run
+    assert played_run([train], [evaluation], steps=[[train]]) == run
     assert (run.train.bytes, run.eval.bytes) == (160 * MIB, 420 * MIB)
 
 
 def test_largest_step_cannot_use_the_segments_of_a_smaller_one_before_it() -> None:
     small, evaluation, large = (timeline([100, size], [2, -2], before=1) for size in (50, 20, 80))
-    assert played_run(large, [evaluation]).reserved == 200 * MIB
-    assert played_run(large, [evaluation], steps=[[small]]).reserved == 250 * MIB
+    assert played_run([large], [evaluation]).reserved == 200 * MIB
+    assert played_run([large], [evaluation], steps=[[small]]).reserved == 250 * MIB
 
 
 def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
     """100 MiB of weights, 60 of the evaluation and 20 of the update in the common pool; 40 of the passes in their own."""
     evaluation = timeline([100, 60], [2, -2], before=1)
     step = replace(timeline([100, 40, 20], [2, -2, 3, -3], before=1), phases=np.array([1, 3]))
-    assert played_run(step, [evaluation]).reserved == 160 * MIB
-    assert played_run(step, [evaluation], step).reserved == 200 * MIB
+    assert played_run([step], [evaluation]).reserved == 160 * MIB
+    assert played_run([step], [evaluation], step).reserved == 200 * MIB
     larger = replace(step, sizes=step.sizes * [1, 3, 1])
-    assert played_run(larger, [evaluation], step).reserved == played_run(larger, [evaluation]).reserved + 40 * MIB
+    assert played_run([larger], [evaluation], step).reserved == played_run([larger], [evaluation]).reserved + 40 * MIB
 
 
 @pytest.mark.parametrize("budget_mib", [150, 400, 1000])
@@ -137,7 +137,7 @@ def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)
 
     def at(rows: int) -> PlayedSteps:
-        return timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1), [evaluation], None, (), ()
+        return [timeline([100, 3.1 * rows, 3.2 * rows], [2, -2, 3, -3], before=1)], [evaluation], None, ()
 
     most = largest_played(at, budget_mib * MIB)
     assert played_run(*at(most)).reserved <= budget_mib * MIB

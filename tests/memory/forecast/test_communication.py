@@ -180,7 +180,9 @@ def test_peak_moves_from_update_to_backward_when_states_are_sharded() -> None:
         granularity=1,
         phases=np.array([3, 4]),
     )
-    found = {scheme.name: played_per_rank(scheme, Ranks(10), timeline, timeline).train.bytes for scheme in schemes_for(Ranks(10))}
+    found = {
+        scheme.name: played_per_rank(scheme, Ranks(10), [timeline], [timeline]).train.bytes for scheme in schemes_for(Ranks(10))
+    }
     assert found == {
         "data parallel": 100 + 100 + 400,
         "ZeRO-1": 100 + 50 + 100,

@@ -24,7 +24,7 @@ from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.device import described
-from hwopt.memory.forecast.lengths import EVALUATED, lengths_of
+from hwopt.memory.forecast.lengths import EVALUATED, Lengths, lengths_of
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.memory.shapes import Head, Shape
@@ -369,10 +369,10 @@ def test_steps_have_the_shapes_of_the_micro_batches_of_the_run(tmp_path: Path) -
     plan.recipe.order = lambda lengths, *_: np.arange(len(lengths))[::-1]
     plan = replace(plan, training=plan.training.model_copy(update={"max_steps": 3}))
     first = [Shape(4, 32, 20), *[Shape(4, 8, 8)] * 3]
-    assert lengths.steps(plan, 4, 32, most=9) == [first, [Shape(4, 8, 8)] * 4, [Shape(1, 8, 8)]]
-    assert replace(lengths, train=None).steps(plan, 4, 32, most=9) == []
-    assert lengths.steps(plan, 3, 4, most=99)[2] == [Shape(1, 4, 8)]
-    assert lengths.steps(plan, 4, 32, most=7) == [first]
+    assert list(lengths.steps(plan, 4, 32, most=9)) == [first, [Shape(4, 8, 8)] * 4, [Shape(1, 8, 8)]]
+    assert list(replace(lengths, train=None).steps(plan, 4, 32, most=9)) == []
+    assert list(lengths.steps(plan, 3, 4, most=99))[2] == [Shape(1, 4, 8)]
+    assert list(lengths.steps(plan, 4, 32, most=7)) == [first]
 
 
 def test_evaluations_have_the_shapes_of_the_batches_of_each_part(tmp_path: Path) -> None:
@@ -392,11 +392,15 @@ def test_packed_step_is_as_large_as_the_largest_of_the_run(tmp_path: Path) -> No
     sizes = {"batch": {"train": 4, "effective": 8}, "pack": {}}
     plan = planned(tmp_path / "data", BERT, sizes, hardware=described("a card", (8, 6), 8.0))
     lengths = replace(lengths_of(plan, cache_folder()), train=np.array([8] * 39 + [32], np.int32), longest=32)
-    assert lengths.laid_out(plan, 4, 32) == Shape(2, 48), "seven documents beside the longest one"
-    assert lengths.laid_out(plan, 4, 8) == Shape(2, 16)
+
+    def largest(lengths: Lengths, rows: int, width: int) -> Shape:
+        return max(lengths.largest_step(plan, rows, width), key=lambda shape: shape.tokens)
+
+    assert largest(lengths, 4, 32) == Shape(2, 48), "seven documents beside the longest one"
+    assert largest(lengths, 4, 8) == Shape(2, 16)
     for unknown in (replace(lengths, train=None), replace(lengths, train=np.full(40, 32, np.int32))):
-        assert unknown.laid_out(plan, 4, 32) == Shape(2, 64)
-    assert lengths.laid_out(plan, 16, 32) == Shape(8, 64), "rows that no step has"
+        assert largest(unknown, 4, 32) == Shape(2, 64)
+    assert largest(lengths, 16, 32) == Shape(8, 64), "rows that no step has"
 
 
 def test_plan_rejects_more_ranks_than_samples(tmp_path: Path) -> None:
