@@ -18,7 +18,7 @@ from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.playback import played_run
 from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory
-from hwopt.memory.shapes import Head, Shape
+from hwopt.memory.shapes import Head, Shape, accumulates_gradients
 from hwopt.memory.trace.tracer import trace_plan
 from hwopt.plugin import RunView
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile, train_tiny
@@ -57,7 +57,8 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
     plan = plan_for(tiny_profile(**tables), job)
     trace, rows = trace_plan(plan, width, Head(2)), max(1, 8192 // width)
-    predicted = played_run([trace.train.at(rows, width)], [trace.eval.at(rows, width)])
+    assert accumulates_gradients(plan)
+    predicted = played_run([trace.train.at(rows, width)] * 2, [trace.eval.at(rows, width)])
     available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     try:
         real = measure(plan, Shape(rows, width), Head(2))
@@ -93,9 +94,10 @@ QLORA: dict[str, Any] = {
         (FULL | {"precision": {"dtype": "bf16"}}, LENGTHS),
         (FULL | {"allocator": {}}, LENGTHS),
         (FULL | {"allocator": {}, "fused_loss": {"backend": "torch"}, "pack": {}}, LENGTHS),
+        (FULL | {"length_batching": {}}, LENGTHS),
         (FULL | {"pack": {}}, (400, *(30,) * 31)),
     ],
-    ids=["packed", "padded", "full", "fused-loss", "autocast", "expandable", "expandable-fused-packed", "one-long"],
+    ids=["packed", "padded", "full", "fused-loss", "autocast", "expandable", "expandable-fused-packed", "by-length", "one-long"],
 )
 def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], lengths: tuple[int, ...], tmp_path: Path) -> None:
     """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of

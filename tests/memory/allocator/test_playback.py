@@ -132,6 +132,20 @@ def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
     assert played_run([larger], [evaluation], step).reserved == played_run([larger], [evaluation]).reserved + 40 * MIB
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_peak_of_a_run_is_not_below_that_of_any_of_its_steps(seed: int) -> None:
+    """Steps of the same operations and of other sizes, in any order."""
+    random = np.random.default_rng(seed)
+    events = [2, 3, -2, 4, -3, -4]
+    steps = [[timeline([100, *random.uniform(1, 90, 3)], events, before=1) for _ in range(1 + seed % 2)] for _ in range(5)]
+    evaluations = [timeline([100, *random.uniform(1, 90, 3)], events, before=1) for _ in range(3)]
+    run = played_run(steps[0], evaluations, steps=steps[1:])
+    assert run.train.bytes >= max(micro_batch.peak().bytes for step in steps for micro_batch in step)
+    assert run.eval.bytes >= max(batch.peak().bytes for batch in evaluations)
+    assert run.reserved >= max(run.train.bytes, run.eval.bytes)
+    assert sum(run.train.parts.values()) == run.train.bytes
+
+
 @pytest.mark.parametrize("budget_mib", [150, 400, 1000])
 def test_largest_size_fits_and_a_larger_one_does_not(budget_mib: int) -> None:
     evaluation = timeline([100, 1], [2, -2], before=1)

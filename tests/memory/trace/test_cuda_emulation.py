@@ -16,6 +16,7 @@ from hwopt.memory.trace import cuda_emulation as card
 from hwopt.memory.trace.dry_run import dry_run_of, fake_recipe
 from hwopt.memory.trace.timeline import ColumnSum, Scaled, Timeline, threads_per_multiprocessor, workspace_bytes
 from hwopt.memory.trace.traced_step import fake_step_functions
+from hwopt.memory.trace.tracer import second_shape
 from hwopt.memory.trace.tracker import MemoryTracker, counts_of_sum
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
@@ -117,6 +118,21 @@ def test_workspace_of_a_column_sum_grows_as_the_kernel_does(tmp_path: Path) -> N
     sums = large.column_sums[:, 0] > 0
     assert large.sizes[sums].max() == 34.5 * MIB
     assert scaled.at(1024, 64).sizes[sums].tolist() == large.sizes[sums].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trace_of_an_encoder_decoder_is_scaled_in_its_targets(tmp_path: Path) -> None:
+    """Rows, width and width of the targets have powers of their own, so a trace of short targets gives that of long ones."""
+    plan = plan_for(tiny_profile(), tiny_job(tmp_path, "seq2seq-lm"), hardware=T4)
+    small, other, asked = (8, 64, 16), second_shape(64, 16), (24, 48, 40)
+
+    def traced(rows: int, width: int, target: int | None) -> Timeline:
+        with fake_step_functions(plan, Head(2, target=16), whole=True) as functions:
+            return functions.train(Shape(rows, width, target))
+
+    scaled = Scaled.fit(traced(*small), small, traced(*other), (other.rows, other.width, other.target or 16))
+    assert scaled.at(*asked).peak().bytes == pytest.approx(traced(*asked).peak().bytes, rel=0.01)
+    assert scaled.at(*small[:2]).peak().bytes == scaled.base.peak().bytes, "targets as wide as traced"
 
 
 @pytest.mark.filterwarnings("ignore")
