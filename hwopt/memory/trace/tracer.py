@@ -109,11 +109,12 @@ def target_width(plan: Plan, head: Head) -> int:
 def second_shape(width: int, target: int) -> Shape:
     """Return the second shape to trace. No two triples of powers (rows, widths) give the same ratio to the first shape.
 
-    Its width is close to the first: some models run other operations above a certain length (a sliding window).
+    Its width is close to the first: some models run other operations above a certain length (a sliding window). T5 runs others
+    for targets of 8 than of 16, so shorter targets stay as they are, and the trace is then not scaled in them.
     """
     # kernels of attention pad the width to multiples of 8: both widths must leave the same remainder
     less = max(1, width // 256) * 32 if width >= 64 else -(-width // 16) * 8
-    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16, 4 * target if target > 1 else None)
+    return Shape(7 * ROWS, width - less if width - less >= 4 else width + 16, 4 * target if target >= 16 else None)
 
 
 def fit_trace(plan: Plan, found: dict[str, Timeline], width: int, target: int) -> Trace:

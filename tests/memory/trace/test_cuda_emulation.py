@@ -133,6 +133,7 @@ def test_trace_of_an_encoder_decoder_is_scaled_in_its_targets(tmp_path: Path) ->
     scaled = Scaled.fit(traced(*small), small, traced(*other), (other.rows, other.width, other.target or 16))
     assert scaled.at(*asked).peak().bytes == pytest.approx(traced(*asked).peak().bytes, rel=0.01)
     assert scaled.at(*small[:2]).peak().bytes == scaled.base.peak().bytes, "targets as wide as traced"
+    assert second_shape(8, 8) == Shape(56, 24), "T5 runs other operations for longer targets than 8"
 
 
 @pytest.mark.filterwarnings("ignore")
