@@ -159,7 +159,7 @@ class ScriptRun(PlannedRun):
     def process(self) -> Iterator[None]:
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
         if ScriptRun.active is not None:
-            raise InputError("another plan is active in this process: end its training, session or Accelerator first")
+            raise InputError("another plan is active in this process: end its session, or call end_training() of its Accelerator")
         refuse_different_plans(self.plan)
         with ExitStack() as self.stack:
             ScriptRun.active = self
