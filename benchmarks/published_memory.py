@@ -29,7 +29,7 @@ import numpy as np
 from hwopt import api
 from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.caching_allocator import CachingAllocator
-from hwopt.memory.allocator.playback import STEPS, Player
+from hwopt.memory.allocator.playback import STEPS, Player, played_step
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace import cuda_emulation as card
@@ -243,7 +243,8 @@ def play(timeline: Timeline, converted: int, steps: int = STEPS) -> tuple[Peak, 
     player.enter()
     for half in halves:
         player.allocator.release(half)
-    peak = [player.step() for _ in range(steps)][-1]
+    for _ in range(steps):
+        player, peak = played_step(player, [timeline] * (2 if player.summed else 1))
     return peak, player.allocator.reserved
 
 
