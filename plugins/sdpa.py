@@ -160,8 +160,8 @@ def kernels_in(operators: Iterable[str]) -> set[str]:
 def with_trained_bias(model: Any, attention: Iterable[str]) -> list[str]:
     """Those of the modules `attention` that add a trained table of positions to their scores, as T5's do.
 
-    The first self-attention of a stack has the table for all of it. With checkpointing T5 also wants a gradient of the zeros that
-    its cross-attention adds.
+    One self-attention of each stack holds the table, and the other layers of the stack use it too. With checkpointing T5 also
+    computes a gradient of the zeros that its cross-attention adds.
     """
     t5 = {name: module for name in attention if hasattr(module := model.get_submodule(name), "has_relative_attention_bias")}
     kinds = {name: name.rpartition(".")[2] for name in t5}

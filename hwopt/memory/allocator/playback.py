@@ -175,14 +175,15 @@ class Player:
         They are those of `hwopt.training.accumulation.weights_cast_once`, which the micro-batches of a step share.
         """
         passes, forward = self.events[: self.update], self.events[: int(self.timeline.phases[0]) - self.timeline.before]
-        last = {-event for event in passes[max((place for place, event in enumerate(passes) if event > 0), default=0) :]}
-        return frozenset(event - 1 for event in forward if event > 0 and event in last)
+        last_allocation = max((place for place, event in enumerate(passes) if event > 0), default=0)
+        freed_after = {-event for event in passes[last_allocation:]}
+        return frozenset(event - 1 for event in forward if event > 0 and event in freed_after)
 
     def micro_batch(self, state: State = "exists", *, first: bool = True, last: bool = True) -> Peak:
         """Play a micro-batch, of its step the first one, the last one, both or neither. The last one is followed by the update.
 
-        The trace is that of a later one, which adds to gradients that exist. The first one keeps what it would add. These blocks
-        lie between those of its activations, where the later ones need them. Without such gradients each is played as a step.
+        The trace shows a later micro-batch, which adds its gradients to those that exist. The first one keeps its gradients
+        instead, in blocks among those of its activations. Without gradients that are added, each is played as a whole step.
         """
         self.enter(has_state=state == "exists")
         self.live |= self.carried

@@ -65,7 +65,8 @@ def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
     """Products of 4-bit layers in fp32 beside half precision."""
     half = {"bf16": "bfloat16", "fp16": "float16"}
     word = next((word for word in half if view.is_on(word)), None)
-    if word and str(view.value("bnb_4bit_compute_dtype")).removeprefix("torch.") in ("float32", "fp32", "float"):
+    dtype = str(view.value("bnb_4bit_compute_dtype")).removeprefix("torch.")
+    if word and view.is_on("load_in_4bit") and dtype in ("float32", "fp32", "float"):
         what = f"{view.spelled('bnb_4bit_compute_dtype')} is fp32 beside {view.spelled(word)} = true."
         why = "bitsandbytes casts the input of each 4-bit layer to fp32: its products run in fp32, at a fraction of the speed."
         yield Finding("bnb_4bit_compute_dtype", what, why, view.line("bnb_4bit_compute_dtype", half[word]))
