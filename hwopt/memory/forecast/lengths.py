@@ -71,6 +71,10 @@ class Lengths:
         most = plan.batch.eval_rows(width)
         return most if self.eval_rows is None else min(most, -(-self.eval_rows // plan.world_size))
 
+    def cut_at(self, width: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The `tokens` of samples if the longest one had `width`: a text that is cut today may be that much longer."""
+        return np.where(tokens < self.longest, np.minimum(tokens, width), np.int32(width))
+
     def steps(self, plan: Plan, rows: int, width: int, most: int) -> Iterator[list[Shape]]:
         """Yield the different ones of some steps of the run, if known: the first ones, with `most` micro-batches together.
 
@@ -81,7 +85,7 @@ class Lengths:
             return
         for samples in self.some_steps(plan):
             targets = None if self.targets is None else self.targets[samples].tolist()
-            step = micro_batch_shapes(plan, np.minimum(self.train[samples], width).tolist(), rows, targets)
+            step = micro_batch_shapes(plan, self.cut_at(width, self.train[samples]).tolist(), rows, targets)
             if step not in found:
                 most -= len(step)
                 if found and most < 0:
@@ -94,7 +98,7 @@ class Lengths:
         widths, found = widths_of(plan), []
         for lengths, targets in self.evaluated:
             order = np.argsort(-lengths, kind="stable")
-            cut = np.minimum(lengths[order], width)
+            cut = self.cut_at(width, lengths[order])
             for place in eval_batches(cut, plan.batch.eval_rows, widths.of, plan.world_size):
                 samples = order[place][:: plan.world_size]
                 target = None if targets is None else widths.of(int(targets[samples].max()))
@@ -119,7 +123,7 @@ class Lengths:
             return usual
         samples = list(self.some_steps(plan))
         whole = [step for step in samples if len(step) == share]  # the last of an epoch may have one micro-batch, alone in memory
-        lengths = [np.minimum(self.train[step], width).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
+        lengths = [self.cut_at(width, self.train[step]).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
         steps = (micro_batch_shapes(plan, step, rows) for step in lengths)
         return max(steps, key=lambda step: max(shape.tokens for shape in step))
 

@@ -373,6 +373,8 @@ def test_steps_have_the_shapes_of_the_micro_batches_of_the_run(tmp_path: Path) -
     assert list(replace(lengths, train=None).steps(plan, 4, 32, most=9)) == []
     assert list(lengths.steps(plan, 3, 4, most=99))[2] == [Shape(1, 4, 8)]
     assert list(lengths.steps(plan, 4, 32, most=7)) == [first]
+    longer = [Shape(4, 48, 20), *first[1:]]
+    assert next(lengths.steps(plan, 4, 48, most=9)) == longer, "a text that is cut today"
 
 
 def test_evaluations_have_the_shapes_of_the_batches_of_each_part(tmp_path: Path) -> None:
