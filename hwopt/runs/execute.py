@@ -23,7 +23,6 @@ from hwopt.export.accelerate import exports_of, refuse_contradictions
 from hwopt.memory.advice import Advisor
 from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.known_limits import record_limit
-from hwopt.memory.trace.tracer import only_sizes
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
 from hwopt.records.run_files import FINAL, completed_steps, read_summary, status_code
@@ -227,7 +226,8 @@ def memory_advice(plan: Plan, replan: Replan, cache: Path) -> str:
         changes = Advisor(plan, memory, Registry(), replan, cache).with_changes().changes
     except HwoptError:
         return ""
-    sizes = {entry.name for entry in plan.entries if only_sizes(plan, entry.author)}  # the back-off tried single rows already
+    fields = {entry.name: plan.recipe.fields_of(entry.author) for entry in plan.entries}
+    sizes = {name for name, written in fields.items() if written == ("batch",)}  # the back-off tried single rows already
     lines = [
         f"\n  {', '.join(change.lines)}: saves {change.saves_gib:.2f} GiB ({change.cost})"
         for change in changes

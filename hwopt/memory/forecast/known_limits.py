@@ -25,7 +25,8 @@ def limit_file(plan: Plan, lengths: Lengths, cache: Path) -> Path:
     version = (driver or Driver()).version
     card = [hardware.name, hardware.memory_gib, hardware.memory_limit_gib, hardware.source, version]
     any_rows = replace(plan, batch=replace(plan.batch, train=1))  # one file for every number of rows
-    return cache / "tried" / f"{fingerprint(card, trace_key(any_rows, width, lengths.head))}.json"
+    pool = plan.memory_spec.pooled_tokens
+    return cache / "tried" / f"{fingerprint(card, pool, trace_key(any_rows, width, lengths.head))}.json"
 
 
 def record_limit(plan: Plan, cache: Path, rows: int) -> None:

@@ -27,6 +27,11 @@ from hwopt.tasks.registry import make_task
 
 FORMAT = 19
 """Version of the cache files; increase it with every change of a trace's content."""
+UNSEEN = {
+    *("batch", "cut", "export_steps", "final_steps", "forward_backward", "loader", "order", "scaler", "schedule", "state"),
+    *("trainer", "training"),
+}
+"""Recipe fields on which a trace does not depend, but for what `trace_key` names itself."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""
 
@@ -78,27 +83,22 @@ def trace_key(plan: Plan, width: int, head: Head) -> str:
     decided = [
         [entry.name, entry.distribution, entry.decision, entry.options.model_dump(mode="json")]
         for entry in plan.entries
-        # a trace does not see how step batches are loaded
-        if not only_sizes(plan, entry.author) and plan.recipe.fields_of(entry.author) != ("loader",)
+        if not UNSEEN.issuperset(plan.recipe.fields_of(entry.author))
     ]
     data = plan.job.data
     task = [plan.job.task.kind, len(data.text), data.max_target_length, head, plan.router_loss > 0]
-    task += [make_task(plan.job).generated_tokens(plan.job)]
+    task += [make_task(plan.job).generated_tokens(plan.job), target_width(plan, head)]
     task += [model.freeze, model.train_only] if model.chooses_weights else []
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
-    batch = [plan.batch.widths, plan.batch.pad_to_multiple_of, accumulates_gradients(plan), ranks]
+    several = accumulates_gradients(plan)
+    batch = [several, several and plan.recipe.forward_backward is None, ranks]
+    batch += [] if plan.recipe.collate is None else [plan.batch.widths, plan.batch.pad_to_multiple_of]
     return fingerprint(
         [FORMAT, ROWS, second_shape(width, target_width(plan, head)), dict(plan.software), decided, job, device, batch],
         config.to_json_string(),
     )
-
-
-def only_sizes(plan: Plan, author: str) -> bool:
-    """Whether a plugin sets only numbers of rows, on which a trace does not depend."""
-    written = plan.recipe.written_by_author(author)
-    return bool(written) and all(what.startswith("batch[") and "widths" not in what and "pad" not in what for what in written)
 
 
 def target_width(plan: Plan, head: Head) -> int:

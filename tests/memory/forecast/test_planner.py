@@ -29,7 +29,7 @@ from hwopt.memory.forecast.measured import measure
 from hwopt.memory.forecast.planner import plan_memory, with_largest_sizes
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.traced_step import fake_step_functions
-from hwopt.memory.trace.tracer import trace_plan
+from hwopt.memory.trace.tracer import trace_key, trace_plan
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Context, Decision, Events, MemorySpec, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
@@ -190,6 +190,28 @@ def test_shape_between_two_fixed_widths_is_traced_as_it_is(tmp_path: Path) -> No
     assert plan.batch.widths == (16, 48)
     peaks = [trace_plan(each, 48, Head(2)).train.at(8, 32).peak() for each in (plan, planned(tmp_path, BERT, {}))]
     assert peaks[0].bytes == pytest.approx(peaks[1].bytes, rel=0.01)
+
+
+def test_plans_whose_steps_need_the_same_memory_share_a_trace(tmp_path: Path) -> None:
+    """Options that a step does not see, and plugins that are left out, do not make the planner trace it again."""
+    card = described("a card", (7, 5), 8.0)
+    unseen = {"cuda_graphs": {"enabled": True}, "length_batching": {}, "group_lengths": {}, "schedule": {}, "dataloader": {}}
+    plain, other = (
+        planned(tmp_path, BERT, {"batch": {"train": rows}} | more, hardware=card)
+        for rows, more in ((4, {}), (8, unseen | {"tf32": {}}))
+    )
+    assert {entry.decision for entry in other.entries} == {"apply", "skip"}
+    assert other.batch.widths != plain.batch.widths
+    assert trace_key(other, 48, Head(2)) == trace_key(plain, 48, Head(2))
+    found, again = (trace_plan(plan, 48, Head(2)) for plan in (plain, other))
+    assert np.array_equal(found.train.base.sizes, again.train.base.sizes)
+    assert np.array_equal(found.train.base.events, again.train.base.events)
+    several, graphs = (
+        planned(tmp_path, BERT, {"batch": {"train": 4, "effective": 8}} | more, hardware=card)
+        for more in ({}, {"cuda_graphs": {"enabled": True}})
+    )
+    keys = {trace_key(plan, 48, Head(2)) for plan in (plain, several, graphs)}
+    assert len(keys) == 3, "graphs keep no copies of the weights from one micro-batch to the next"
 
 
 def test_memory_of_a_third_party_plugin_is_counted(tmp_path: Path) -> None:
