@@ -92,9 +92,10 @@ def trace_key(plan: Plan, width: int, head: Head) -> str:
     job = [*task, width, bool(training.weight_decay), bool(training.max_grad_norm)]
     device = [plan.hardware.device_type, plan.hardware.capability_text, plan.hardware.multiprocessors]
     ranks = 1 if plan.recipe.engine is None else plan.world_size  # an engine's stand-in may hold one rank's shard
-    several = accumulates_gradients(plan)
-    batch = [several, several and plan.recipe.forward_backward is None, ranks]
-    batch += [] if plan.recipe.collate is None else [plan.batch.widths, plan.batch.pad_to_multiple_of]
+    several, recipe = accumulates_gradients(plan), plan.recipe
+    keeps_copies = several and recipe.forward_backward is None and recipe.accelerator.get("mixed_precision", "no") != "no"
+    widths = None if recipe.collate is None else [plan.batch.widths, plan.batch.pad_to_multiple_of]
+    batch = [several, keeps_copies, widths, ranks]
     return fingerprint(
         [FORMAT, ROWS, second_shape(width, target_width(plan, head)), dict(plan.software), decided, job, device, batch],
         config.to_json_string(),

@@ -207,7 +207,7 @@ def test_plans_whose_steps_need_the_same_memory_share_a_trace(tmp_path: Path) ->
     assert np.array_equal(found.train.base.sizes, again.train.base.sizes)
     assert np.array_equal(found.train.base.events, again.train.base.events)
     several, graphs = (
-        planned(tmp_path, BERT, {"batch": {"train": 4, "effective": 8}} | more, hardware=card)
+        planned(tmp_path, BERT, {"batch": {"train": 4, "effective": 8}, "precision": {"level": "O1"}} | more, hardware=card)
         for more in ({}, {"cuda_graphs": {"enabled": True}})
     )
     keys = {trace_key(plan, 48, Head(2)) for plan in (plain, several, graphs)}
