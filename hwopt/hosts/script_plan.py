@@ -203,9 +203,9 @@ def job_of(config: Any, kind: str, training: Mapping[str, Any]) -> JobFile:
 
 
 def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:
-    """`tables` (plugin -> options, True or False) as `--set` takes them. Raises InputError for other values."""
+    """`tables` (plugin -> options, True or False) as `--set` takes them; {} is True. Raises InputError for other values."""
     for name, table in tables.items():
-        options = {"enabled": table} if isinstance(table, bool) else table
+        options = {"enabled": table} if isinstance(table, bool) else {"enabled": True} if table == {} else table
         if not isinstance(options, Mapping):
             raise InputError(f"{name} = {table!r}: expected the options of plugin {name!r} as a dict, or False to leave it out")
         for key, value in options.items():
