@@ -36,6 +36,10 @@ class Target:
     """True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint."""
     fresh: bool = False  # start over in an existing folder; the old run is kept beside it
 
+    def __post_init__(self) -> None:  # of strings, as scripts write paths
+        object.__setattr__(self, "output_dir", Path(self.output_dir))
+        object.__setattr__(self, "resume", self.resume if isinstance(self.resume, bool) else Path(self.resume))
+
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint to resume from, if the user names one. Raises StorageError if it is not valid."""

@@ -79,3 +79,9 @@ def test_target_without_a_name_takes_the_next_free_folder(tmp_path: Path) -> Non
     assert next_folder is not None
     assert next_folder() == target.folder("job-cpu") == tmp_path / "job-cpu-2"
     assert Target(tmp_path, "mine").next_folder("job-cpu") is None
+
+
+def test_target_takes_paths_as_text(tmp_path: Path) -> None:
+    (checkpoint := tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    assert Target(str(tmp_path)).folder("job") == tmp_path / "job"  # type: ignore[arg-type]
+    assert Target(resume=str(checkpoint)).resume == checkpoint  # type: ignore[arg-type]  # not merely True
