@@ -44,16 +44,17 @@ class Inputs:
         return load_profile(spec, self.files, assignments, self.merge_options, self.read, job.plugins if job else None)
 
     def profile_of_card(self, card: str) -> Profile:
-        """The profile called `card`, else that of the card whose name is most like it: "RTX 3070", "t4", "Tesla T4".
+        """The profile called `card`, else that of the card of which it names a part ("t4") or all, with words before it.
 
-        Raises InputError if there is none, or if there are two.
+        With more after it ("L40S" for "L4", "Ti", "Laptop GPU") it is another card, which may have other memory. Raises
+        InputError if there is none, or if there are two.
         """
         if card in self.files:
             return self.profile(card)
         own = [profile for profile in map(self.profile, self.files) if profile.content.extends is None]
         cards = {match: [each for each in own if match in each.card.match] for profile in own for match in profile.card.match}
         plain = plain_name(card)
-        found = [match for match in cards if plain and (plain in plain_name(match) or plain_name(match) in plain)]
+        found = [match for match in cards if plain and (plain in plain_name(match) or plain.endswith(plain_name(match)))]
         if not found:
             known = f"{nearest(card, cards)} There are: {listing(sorted(cards), 30)}"
             raise InputError(f"card {truncate(card)}: no profile describes it.{known}")

@@ -117,7 +117,7 @@ def test_single_parts_of_the_page(name: str, capsys: pytest.CaptureFixture[str])
     output = capsys.readouterr().out
     assert "precision: bf16 = True" in output
     assert "on Tesla T4" in output
-    assert "64 rows fit" in output
+    assert "a step of 64 rows fits" in output
 
 
 def test_plugins_on_a_model_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
