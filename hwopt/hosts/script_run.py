@@ -159,7 +159,10 @@ class ScriptRun(PlannedRun):
     def process(self) -> Iterator[None]:
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
         if ScriptRun.active is not None:
-            raise InputError("another plan is active in this process: end its session, or call end_training() of its Accelerator")
+            raise InputError(
+                "another plan is active in this process: end its session, or call end_training() of its "
+                "Accelerator, or undo() of what hwopt.apply() returned"
+            )
         refuse_different_plans(self.plan)
         with ExitStack() as self.stack:
             ScriptRun.active = self
