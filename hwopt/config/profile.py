@@ -157,7 +157,7 @@ def make_profile(
 
 
 def _find(spec: str, files: Mapping[str, Path]) -> Path:
-    path = Path(spec)
+    path = Path(spec := str(spec))  # scripts give a Path too
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         if (kind := path_kind(path, "--profile")) != "file":
             problem = "no such file" if kind == "missing" else "not a regular file; give a TOML file"

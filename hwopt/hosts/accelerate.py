@@ -16,7 +16,7 @@ from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
-from hwopt.hosts.script_run import with_lines
+from hwopt.hosts.script_run import ScriptRun, with_lines
 from hwopt.hosts.torch import Session, planned
 from hwopt.training.listener import Listener
 
@@ -124,7 +124,8 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         """Accelerate's, and the process is as it was before the plan."""
         super().end_training()
-        self._end()
+        owner = ScriptRun.active and ScriptRun.active.accelerator  # in a notebook this name may stand for a new object by now
+        (owner if isinstance(owner, Accelerator) else self)._end()
 
 
 def as_planned(optimizer: torch.optim.Optimizer, session: Session) -> None:

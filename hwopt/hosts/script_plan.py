@@ -209,7 +209,7 @@ def assignments_of(tables: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(options, Mapping):
             raise InputError(f"{name} = {table!r}: expected the options of plugin {name!r} as a dict, or False to leave it out")
         for key, value in options.items():
-            yield f"plugins.{name}.{key}={json.dumps(value)}"
+            yield f"plugins.{name}.{key}={json.dumps(value, default=str)}"
 
 
 def stepless(profile: Profile, tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: M
     name, option = plugin_aliases()["per_device_train_batch_size"].split(".")[1:]
     theirs, most, asked, line = profile.get(name, {}).get(option), script.micro_rows, tables.get(name), ""
     said = asked is False or (isinstance(asked, Mapping) and isinstance(asked.get(option), int))
-    if most is not None and theirs is not None and not said and (theirs == "auto" or theirs > most):
+    if most is not None and theirs is not None and not said and (theirs == "auto" or (isinstance(theirs, int) and theirs > most)):
         sizes["per_device_train_batch_size"] = most
         line = (
             f"micro-batches have no more tokens than {most} of the longest rows, by per_device_train_batch_size; the profile has "

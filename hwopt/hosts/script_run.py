@@ -159,10 +159,8 @@ class ScriptRun(PlannedRun):
     def process(self) -> Iterator[None]:
         """A block with the plugins' process contexts: attention kernels, TF32, the allocator."""
         if ScriptRun.active is not None:
-            raise InputError(
-                "another plan is active in this process: end its session, or call end_training() of its "
-                "Accelerator, or undo() of what hwopt.apply() returned"
-            )
+            ways = "end its session, call accelerator.end_training(), or undo() of what hwopt.apply() returned"
+            raise InputError(f"another plan is active in this process: {ways}")
         refuse_different_plans(self.plan)
         with ExitStack() as self.stack:
             ScriptRun.active = self

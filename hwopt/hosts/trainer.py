@@ -60,6 +60,9 @@ def optimized(
     if issubclass(trainer_class, OptimizedTrainer):
         raise InputError(f"{trainer_class.__name__} has a plan already: call optimized() once")
     refuse_other_laws(additive)
+    if wrong := sorted(plugins.keys() & inspect.signature(trainer_class).parameters.keys()):
+        call = f"optimized({trainer_class.__name__}, profile)({wrong[0]}=…)"
+        raise InputError(f"{wrong[0]} is an argument of {trainer_class.__name__}, not of optimized(): {call}")
     refuse_old_versions()
     own = {"profile": profile, "additive": additive, "strict": strict, "listener": listener or Listener(), "plugins": plugins}
     members = {"_settings": SimpleNamespace(**own), "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}

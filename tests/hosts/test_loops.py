@@ -5,7 +5,9 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import hwopt
 from hwopt.errors import InputError, PluginError
+from hwopt.hosts.script_run import ScriptRun
 
 SPLIT: dict[str, Any] = {"precision": False, "batch": {"train": 4}}
 WHOLE: dict[str, Any] = {"precision": False, "batch": {"train": 16}}
@@ -211,6 +214,7 @@ def test_mistakes_are_refused_by_name() -> None:
         (lambda: session("cpu", strict=True), "length_batching"),
         (lambda: accelerator().accumulate_batch({}, abs), "comes first"),
         (lambda: session("cpu", batch={"trian": 2}), r"^plugins.batch.trian: unknown key. Did you mean 'train'"),
+        (lambda: session(Path("no/such.toml")), "^profile no/such.toml: no such file"),
         (lambda: session("cpux"), "^profile 'cpux': no such profile. Did you mean 'cpu'"),
     ]
     for mistake, message in mistakes:
@@ -238,6 +242,16 @@ def test_plan_ends_with_a_prepare_that_fails() -> None:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()), device_placement=[True])
     prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert prepared is not None
+    accelerator.end_training()
+
+
+def test_cell_of_a_notebook_that_ran_twice_ends_the_first_plan_with_its_new_accelerator() -> None:
+    for _ in range(2):
+        accelerator = hwopt.Accelerator(profile="cpu", precision=False)  # the name of the first one, which is lost
+        with nullcontext() if ScriptRun.active is None else pytest.raises(InputError, match=r"accelerator.end_training\(\)"):
+            accelerator.prepare(bert())
+    accelerator.end_training()
+    accelerator.prepare(bert())
     accelerator.end_training()
 
 

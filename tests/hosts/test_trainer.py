@@ -471,6 +471,9 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
             optimized(length_batchin=False), tmp_path
         ),
         "expected the options of plugin 'batch' as a dict": lambda: train(optimized(batch=4), tmp_path),
+        "plugins.batch.train: ": lambda: train(optimized(batch={"train": "two"}), tmp_path),
+        "plugins.precision.dtype: .*torch.bfloat16": lambda: train(optimized(precision={"dtype": torch.bfloat16}), tmp_path),
+        "model is an argument of Trainer, not of optimized": lambda: optimized(model=bert()),
         "wrapped in DataParallel": lambda: train(optimized(), tmp_path, lambda: torch.nn.DataParallel(bert())),
         "the model is compiled": lambda: train(optimized(), tmp_path, lambda: (model := bert()).compile() or model),
         "trains float16 weights": lambda: train(optimized(), tmp_path, lambda: bert().half()),
