@@ -16,7 +16,7 @@ from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
 from hwopt.hosts.pieces import with_defaults
-from hwopt.hosts.script_run import ScriptRun, with_lines
+from hwopt.hosts.script_run import Lines, ScriptRun, with_lines
 from hwopt.hosts.torch import Session, planned
 from hwopt.training.listener import Listener
 
@@ -49,6 +49,7 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_plugins = {name: named.pop(name) for name in list(named) if name not in theirs}
         self.hwopt_listener = with_lines(listener)
         self.hwopt_session: Session | None = None
+        self.hwopt_waiting: list[Any] = []  # optimizers that the script prepares before its model
         given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
         if not self.hwopt_own_precision:
@@ -63,12 +64,13 @@ class Accelerator(accelerate.Accelerator):
         first = self.hwopt_session is None and bool(models)
         try:
             prepared = self._first_prepared(models.pop(0), objects, named) if first else super().prepare(*objects, **named)
+            self.hwopt_waiting += [each for each in objects if isinstance(each, torch.optim.Optimizer)]
             if self.hwopt_session is not None:
                 self.hwopt_session.models += models
-                for optimizer in objects:
-                    if isinstance(optimizer, torch.optim.Optimizer):
-                        as_planned(optimizer, self.hwopt_session)
-                        self.hwopt_session.follow(optimizer)
+                while self.hwopt_waiting:
+                    optimizer = self.hwopt_waiting.pop(0)
+                    as_planned(optimizer, self.hwopt_session)
+                    self.hwopt_session.follow(optimizer)
         except BaseException as error:
             if first:
                 self._end(error)
@@ -85,6 +87,12 @@ class Accelerator(accelerate.Accelerator):
         run.model = next(each for each in found if isinstance(each, torch.nn.Module))
         run.inner_model = self.unwrap_model(run.model)
         return prepared
+
+    def prepare_model(self, *positional: Any, **named: Any) -> Any:
+        """Accelerate's, which `prepare` calls; alone it applies no plan."""
+        if self.hwopt_session is None and self.is_main_process:
+            Lines().on_message(None, "prepare_model() applies no plan: call accelerator.prepare(model, optimizer, …) instead")
+        return super().prepare_model(*positional, **named)
 
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's; the next `prepare` makes a plan for its model."""

@@ -67,7 +67,7 @@ def bare(limit: int | None = None, session: dict[str, Any] | None = None, make: 
     return found
 
 
-def accelerated(cls: type, split: bool = False, limit: int | None = None, **settings: Any) -> Steps:
+def accelerated(cls: type, split: bool = False, limit: int | None = None, early: bool = False, **settings: Any) -> Steps:
     """accelerate's own example in short: a loop with `prepare`, `backward`, `clip_grad_norm_` and a schedule."""
     reset()
     accelerator, model, found = cls(cpu=True, **settings), bert(), []
@@ -76,7 +76,11 @@ def accelerated(cls: type, split: bool = False, limit: int | None = None, **sett
     loader: Any = DataLoader(rows(), batch_size=16, collate_fn=lambda features: padded(features, classes=True))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule: Any = LinearLR(optimizer)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if early:
+        optimizer, schedule = accelerator.prepare(optimizer, schedule)
+        model, loader = accelerator.prepare(model, loader)
+    else:
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for batch in loader:
         if limit:
             loss = accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss)
@@ -224,11 +228,14 @@ def test_mistakes_are_refused_by_name() -> None:
         own.accumulate(batches()[0], abs)
 
 
-@pytest.mark.parametrize(("split", "limit"), [(False, None), (True, None), (True, TOKENS)])
-def test_accelerate_script_trains_the_same(split: bool, limit: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("split", "limit", "early"), [(False, None, False), (True, None, True), (True, TOKENS, False)])
+def test_accelerate_script_trains_the_same(
+    split: bool, limit: int | None, early: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`early`: the optimizer is prepared before the model."""
     wanted = accelerated(accelerate.Accelerator)
     settings = {"additive": "rows" if split else None} | (WHOLE if limit else SPLIT)
-    found = accelerated(hwopt.Accelerator, split, limit, profile="cpu", **settings)
+    found = accelerated(hwopt.Accelerator, split, limit, early, profile="cpu", **settings)
     assert farthest(found, wanted) < CLOSE
     output = capsys.readouterr().out
     assert "1 call(s) of the fused kernel in this step" in output
