@@ -33,6 +33,7 @@ from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import local_rank, local_ranks
+from hwopt.text import truncate
 
 HEADS = {"ForCausalLM": "causal-lm", "LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
 HEADS |= {"ForTokenClassification": "token-classification", "ForMaskedLM": "token-classification"}
@@ -184,6 +185,8 @@ def facts_of_model(model: Any, adapter: bool = False) -> ModelFacts:
         own = type(model) if isinstance(model, torch.nn.Module) else None
         found = model_facts(config, task_facts(task_of(model)), name, cache_folder() / "models", own)
         return replace(found, router_loss=0.0, frozen=frozen)  # the loss is that of the script
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"expected a model, got {type(model).__name__} {truncate(str(model))}: load it first")
     return ModelFacts(
         name=type(model).__name__,
         model_type="a module of yours",
