@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
@@ -18,7 +20,7 @@ from hwopt.data.sources.location import EXTENSIONS, expand, locate
 from hwopt.data.sources.reading import read_all
 from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.data.sources.tables import flattened
-from hwopt.data.sources.text_file import detect_encoding, likely_encoding, read_lines
+from hwopt.data.sources.text_file import detect_encoding, likely_encoding, lines_beyond_ascii, read_lines
 from hwopt.errors import DataError
 from hwopt.text import listing
 
@@ -63,12 +65,14 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     Raises DataError if the source cannot be read, or has no columns for the task.
     """
     rows, reading = read_any(source)
-    table = rows.table
-    names = tuple(table.column_names)
+    names = tuple(rows.table.column_names)
+    table = rows.table.select([place for place, name in enumerate(names) if names.count(name) == 1])
+    twice = listing([repr(name) for name in dict.fromkeys(names) if name and names.count(name) > 1])
+    unread = twice and f"several columns named {twice}"
     chosen, found = choose_columns(table, kind, source)
     first = table.slice(0, EXAMINED)
     read = {*found.read, *(EXTRAS if found.chat else ())}  # a template writes the tools, too
-    cells = [[str(value or "") for value in first[name].to_pylist()] for name in names if name in read]
+    cells = [[str(value or "") for value in first[name].to_pylist()] for name in table.column_names if name in read]
     texts = [" ".join(row) for row in zip(*cells, strict=True)]
     letters = sum(map(len, texts))
     return DataColumns(
@@ -77,7 +81,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
         names,
         chosen,
         {**found.keys, **reading},
-        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why))),
+        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why, unread))),
         tuple(map(len, texts)),
         sum(len(text.encode()) for text in texts) <= 1.02 * letters,
         chat=found.chat,
@@ -159,8 +163,11 @@ def reading_notes(source: str, keys: Mapping[str, Any]) -> list[str]:
     located = (locate(path, format=format) for path in expand(source))
     files = [path for kind, path in located if kind == "file" and path.suffix.lower() in (".csv", ".tsv") and format is None]
     notes = [] if format is None else [f"{format} by its content"]
-    encodings = {encoding} if encoding else {detect_encoding(path).removesuffix("-sig").upper() for path in files}
-    if encodings:
+    if encoding:  # a guess: letters tell whether it is right
+        text = b"".join(lines_beyond_ascii(Path(path)) for path in expand(source)).decode(encoding, "replace")
+        word = re.search(r"\w*[^\W\x00-\x7f]\w*", text)
+        notes.append(encoding + (f", such as {word[0]!r}" if word else ""))
+    elif encodings := {detect_encoding(path).removesuffix("-sig").upper() for path in files}:
         notes.append(listing(sorted(encodings)))
     headers = [next(read_lines(path, encoding), "") for path in files if path.suffix.lower() == ".csv"]
     if marks := set(map(guess_delimiter, headers)):

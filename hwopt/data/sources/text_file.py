@@ -12,8 +12,6 @@ from hwopt.errors import DataError
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 """Matches a byte that is not valid in the file's encoding, as decoded by the error handler "surrogateescape"."""
 
-LATIN = ("iso8859-1", "iso8859-15")
-"""Encodings in which Windows' quotes and euro sign would become control characters, without an error."""
 SAMPLE_BYTES = 1 << 18  # bytes of lines with other than ASCII characters from which the encoding is guessed
 
 
@@ -85,15 +83,19 @@ def lines_beyond_ascii(path: Path) -> bytes:
 
 
 def likely_encoding(path: Path) -> str | None:
-    """The likely encoding of a file; None if it is UTF-8, or UTF-16 with a byte order mark, or cannot be guessed."""
+    """The likely encoding of a file; None if most lines are UTF-8, if it is UTF-16 with a byte order mark, or if none is likely.
+
+    Encodings of DOS and of old Macs are not guessed: quotes and euro signs of Windows look like letters of theirs.
+    """
     import chardet
 
     sample = lines_beyond_ascii(path)
-    if is_utf8(sample) or sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    lines = sample.splitlines()
+    if sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 2 * sum(map(is_utf8, lines)) >= len(lines):
         return None
-    guess = chardet.detect(sample)["encoding"]
+    guess = chardet.detect(sample, encoding_era=chardet.EncodingEra.MODERN_WEB)["encoding"]
     name = None if guess is None else codecs.lookup(guess).name
-    return "cp1252" if name in LATIN and sample.decode(name) == sample.decode("cp1252", "replace") else name
+    return "cp1252" if name and sample.decode(name, "replace") == sample.decode("cp1252", "replace") else name
 
 
 def encoding_hint(path: Path) -> str:

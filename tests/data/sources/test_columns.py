@@ -158,8 +158,15 @@ def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str,
     (tmp_path / "export.csv").write_text("\n".join(["Größe;Klasse", *lines]), encoding="cp1252")
     found = recognise(str(tmp_path / "export.csv"))
     assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
-    assert found.why.startswith("cp1252, cells separated by semicolons; ")
+    assert found.why.startswith("cp1252, such as 'Größe', cells separated by semicolons; ")
     assert not found.ascii
+
+
+def test_columns_of_one_name_are_not_proposed(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label,label,,\n" + "some text,a,b,,\nother text,b,a,,\n" * 20)
+    found = recognise(str(tmp_path / "a.csv"))
+    assert found.keys == {"text": ["text"]}
+    assert found.why.endswith("; several columns named 'label'")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_conll_file_of_any_extension_and_encoding_is_recognised(name: str, tmp_p
     found = recognise(str(tmp_path / name))
     assert (found.kind, found.rows) == ("token-classification", 40)
     assert found.keys == {"text": ["tokens"], "label": "tags", "format": "conll", "encoding": "cp1252"}
-    assert found.why.startswith("conll by its content, cp1252; ")
+    assert found.why.startswith("conll by its content, cp1252, such as 'Müller'; ")
 
 
 @pytest.mark.parametrize(

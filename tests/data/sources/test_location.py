@@ -128,6 +128,9 @@ def test_column_with_a_dot_in_its_name_comes_first() -> None:
     [
         ("Der Käse ist schön, die Größe übel.\n" * 20, "latin-1", "cp1252"),
         ("El niño comió “piñas” ¿cuánto? 5 €\n" * 10, "cp1252", "cp1252"),
+        ("It’s a “great” movie.\n" * 10, "cp1252", "cp1252"),
+        ("Größe M – „toll“, 5 €\n" * 10, "cp1252", "cp1252"),
+        ("Zażółć gęślą jaźń\n", "cp1250", "cp1250"),
         ("Отличный товар, всем советую. Доставка быстрая.\n", "koi8-r", "koi8-r"),
         ("とても良い商品です。また買います。\n", "shift_jis", "cp932"),
         ("schön\n", "utf-8", None),
@@ -137,3 +140,8 @@ def test_column_with_a_dot_in_its_name_comes_first() -> None:
 def test_likely_encoding(tmp_path: Path, text: str, encoding: str, likely: str | None) -> None:
     (tmp_path / "a.csv").write_text(text, encoding=encoding)
     assert likely_encoding(tmp_path / "a.csv") == likely
+
+
+def test_file_with_one_bad_line_is_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("schön\n".encode() * 2 + "schön\n".encode("cp1252"))
+    assert likely_encoding(tmp_path / "a.csv") is None
