@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
 from hwopt.data.sources.chat import EXTRAS
-from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable
+from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable, written_lists
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, looks_like_conll
 from hwopt.data.sources.csv_reader import DELIMITERS, guess_delimiter
 from hwopt.data.sources.location import EXTENSIONS, expand, locate
@@ -97,7 +97,7 @@ def choose_columns(table: pa.Table, kind: str | None, source: str) -> tuple[str,
         if isinstance(found, Recognised):
             return kind, found
         raise DataError(f"{source}: {found}. It has: {listing(table.column_names, 30)}")
-    if reason := preferences(table):
+    if reason := preferences(table) or written_lists(table):
         raise DataError(f"{source}: {reason}")
     answers = {each: task_class(each).recognise(table, False) for each in task_kinds()}
     recognised = {each: answer for each, answer in answers.items() if isinstance(answer, Recognised)}
@@ -132,8 +132,10 @@ def hidden_format(source: str) -> str | None:
             return None
         if looks_like_conll(read_lines(path)):
             return "conll"
-        table = path.suffix.lower() == ".txt" or path.suffix.lower() not in EXTENSIONS
-        return table_format(list(islice(read_lines(path), EXAMINED_LINES))) if table else None
+        lines = list(islice(read_lines(path), EXAMINED_LINES))
+        if path.suffix.lower() == ".tsv":  # Excel and pandas quote cells, and double the quotes in them
+            return "csv" if any('""' in line for line in lines) and table_format(lines) == "csv" else None
+        return table_format(lines) if path.suffix.lower() == ".txt" or path.suffix.lower() not in EXTENSIONS else None
     except (DataError, OSError):  # binary, missing or not readable
         return None
 

@@ -43,5 +43,7 @@ class TextClassification(Classification, LabelledTexts):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
         if label.lower() in SCORES or any(not number.is_integer() for number in numbers_of(values) or ()):
             why += "; to predict them as numbers set task.kind = 'regression'"
+        if "O" in values and any(value.startswith(("B-", "I-")) for value in values):
+            why += "; for tags of words set task.kind = 'token-classification', which reads lists of words and of tags, or CoNLL"
         why = "; ".join([why + unread_texts(table, (*texts, label)), *similar_labels(values)])
         return Recognised({"text": texts, "label": label}, tuple(texts), why, rank=2)

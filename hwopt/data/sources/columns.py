@@ -126,7 +126,8 @@ def preferences(table: pa.Table) -> str | None:
     chats = [name for name in ("messages", "conversations") if holds_messages(table, name)]
     answers = ["completion"] * ("prompt" in names) + chats
     marked = [(name, mark) for name in answers for mark in ("label", "kto_tag")]
-    found = next((pair for pair in PREFERENCES if set(pair) <= names), None) or next(
+    whole = {name.partition(".")[0] for name in names}  # an answer may be an object, whose fields are columns here
+    found = next((pair for pair in PREFERENCES if set(pair) <= whole), None) or next(
         (pair for pair in marked if set(pair) <= names and pa.types.is_boolean(table[pair[1]].type)), None
     )
     return found and (
@@ -150,6 +151,13 @@ def unusable(table: pa.Table) -> str | None:
             kinds = ["messages" if chat else type_of(table, name) for name, chat in zip(PROMPTS[0], chats, strict=True)]
             return f"columns 'prompt' and 'completion' hold {kinds[0]} and {kinds[1]}; give strings or messages in both"
     return preferences(table)
+
+
+def written_lists(table: pa.Table) -> str | None:
+    """Why words that a csv file has as texts such as "['a', 'b']" cannot be used; None for other data."""
+    cells = {name: str(table[name][0]) for name in ("tokens", "words") if is_text(table, name)}
+    name = next((name for name, cell in cells.items() if cell.startswith("[") and cell.endswith("]")), None)
+    return name and f"column {name!r} holds lists as texts; token-classification reads lists. Save the rows as jsonl or parquet"
 
 
 def is_filled(table: pa.Table, name: str) -> bool:

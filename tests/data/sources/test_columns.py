@@ -162,6 +162,22 @@ def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str,
     assert not found.ascii
 
 
+def test_words_with_tags_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    rows = "tokens,tags\n" + "\"['a', 'b']\",\"['O', 'B-X']\"\n" * 20
+    (tmp_path / "a.csv").write_text(rows)
+    with pytest.raises(DataError, match=r"column 'tokens' holds lists as texts; .*Save the rows as jsonl"):
+        recognise(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_text("word,tag\n" + "".join(f"one{n},O\ntwo{n},B-X\n" for n in range(20)))
+    assert "for tags of words set task.kind = 'token-classification'" in recognise(str(tmp_path / "b.csv")).why
+
+
+def test_quoted_tsv_is_read_as_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('text\tlabel\n"the ""one"""\ta\nother\tb\n' * 9)
+    assert recognise(str(tmp_path / "a.tsv")).keys == TEXT_AND_LABEL | {"format": "csv"}
+    (tmp_path / "b.tsv").write_text('text\tlabel\n"one" of\ta\nother\tb\n' * 9)
+    assert recognise(str(tmp_path / "b.tsv")).keys == TEXT_AND_LABEL
+
+
 def test_columns_of_one_name_are_not_proposed(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label,label,,\n" + "some text,a,b,,\nother text,b,a,,\n" * 20)
     found = recognise(str(tmp_path / "a.csv"))

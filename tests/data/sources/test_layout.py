@@ -16,7 +16,7 @@ from hwopt.data.sources.layout import layout_of
 from hwopt.errors import DataError
 from hwopt.tasks.causal_lm import CausalLM
 from hwopt.tasks.prepared import IGNORED, Prepared
-from hwopt.tasks.recognition import Recognised, choose_columns
+from hwopt.tasks.recognition import Recognised, choose_columns, recognise
 from hwopt.testing import TINY_LLAMA
 
 CHAT = [{"role": "user", "content": "ask?"}, {"role": "assistant", "content": "yes"}]
@@ -287,6 +287,8 @@ def test_answers_to_choose_from_are_refused_before_the_conversation_is_read(name
     good, bad = ({"from": "gpt", "value": value} for value in ("yes", "no"))
     cells = {**ROW, "conversations": SHAREGPT[:1], "messages": CHAT[:1], "chosen": good, "rejected": bad}
     source = write_jsonl(tmp_path / "a.jsonl", [{name: cells[name] for name in names}] * 4)
+    with pytest.raises(DataError, match=r"a\.jsonl: columns 'chosen' and 'rejected' hold preferences"):
+        recognise(source)
     with pytest.raises(DataError, match=r"a\.jsonl: columns 'chosen' and 'rejected' hold preferences"):
         prepared(source, tmp_path)
     assert trained_text(prepared(source, tmp_path, prompt=names[0], completion="chosen")).strip() == "yes<|im_end|>"
