@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
-from hwopt.data.sources.number_format import numbers_of
+from hwopt.data.sources.number_format import MISSING, numbers_of
 from hwopt.data.sources.rows import Rows, class_names
 from hwopt.data.stores.token_store import split_by_label
 from hwopt.errors import DataError
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hwopt.tasks.metrics import LossMetrics
-
-
-MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
-"""Texts that pandas reads as missing values."""
 
 
 class Classes(Task):

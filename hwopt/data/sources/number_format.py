@@ -64,9 +64,13 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
     return "," if certain and all(is_decimal(text, ",") for text in texts) else None
 
 
+MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
+"""Texts that pandas reads as missing values."""
+
+
 def is_missing(value: Any) -> bool:
-    """Whether a cell of numbers is empty: also NaN, which pandas writes for a missing number."""
-    return value is None or value != value or (isinstance(value, str) and value.strip().lower() in ("", "nan"))
+    """Whether a cell of numbers is empty: also NaN, which pandas writes for a missing number, and NA, which R writes."""
+    return value is None or value != value or (isinstance(value, str) and value.strip() in {"", "NAN", *MISSING})
 
 
 def numbers_of(values: Iterable[Any]) -> list[float] | None:

@@ -95,7 +95,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("text-classification", [{"text": f"t {n}", "label": n % 3 if n else math.nan} for n in range(20)], TEXT_AND_LABEL),
     (
         "regression",
-        [*rows_of(text="some text {n}", score="0.{n}"), {"text": "t", "score": "NaN"}],
+        [*rows_of(text="some text {n}", score="0.{n}"), {"text": "t", "score": "NaN"}, {"text": "t", "score": "NA"}],
         TEXT_AND_LABEL | {"label": "score"},
     ),
     (
