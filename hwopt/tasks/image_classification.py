@@ -54,7 +54,8 @@ class ImageClassification(Classification):
         image = image_column(table)
         if image is None:
             return "no column looks like images for image-classification; name it in the job with data.image"
-        label = next(iter(label_columns(table.drop_columns([image]), named=not chosen)), None)
+        others = table.select([name for name in table.column_names if name not in (image, *fields_of(image))])
+        label = next(iter(label_columns(others, named=not chosen)), None)
         if label is None:
             return "no column looks like a label for image-classification; name it in the job with data.label"
         why = f"column {image!r} holds images, column {label!r} has {classes(table, label):,} values"
@@ -132,19 +133,29 @@ def image_name(rows: Rows, job: Job) -> str:
 
 
 def image_column(table: pa.Table) -> str | None:
-    """The column that holds images: in a struct of bytes and path, as bytes, or as names of image files; None without one."""
+    """The column that holds images: in a struct of bytes and path, as bytes, or as names of image files; None without one.
+
+    The fields of a struct are columns of `table`.
+    """
     import pyarrow as pa
 
     columns: list[str] = table.column_names
     for name in sorted(columns, key=lambda each: (each.lower() not in NAMES, columns.index(each))):
-        kind = type_of(table, name)
-        if pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
+        kind, whole = type_of(table, name), name.rpartition(".")[0]
+        if {*fields_of(whole)} <= set(columns):
+            return whole
+        if pa.types.is_binary(kind) and name.lower() in NAMES:
             return name
         if holds_text(kind):
             values = [value for value in table[name].slice(0, 100).to_pylist() if value]
             if values and all(map(is_image, values)):
                 return name
     return None
+
+
+def fields_of(image: str) -> tuple[str, str]:
+    """The columns with the fields of the feature Image of `datasets`, where fields are columns."""
+    return f"{image}.bytes", f"{image}.path"
 
 
 def full_path(name: str, source: str) -> str:

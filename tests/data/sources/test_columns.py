@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from task_rows import write_jsonl
 
@@ -160,6 +161,16 @@ def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str,
     assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
     assert found.why.startswith("cp1252, such as 'Größe', cells separated by semicolons; ")
     assert not found.ascii
+
+
+@pytest.mark.parametrize("path", [None, "a.png"])
+def test_images_in_a_parquet_file_are_recognised(path: str | None, tmp_path: Path) -> None:
+    rows = [{"image": {"bytes": b"x", "path": path}, "raw": b"x", "label": n % 2} for n in range(20)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = recognise(str(tmp_path / "a.parquet"))
+    assert (found.kind, found.keys) == ("image-classification", {"image": "image", "label": "label"})
+    pyarrow.parquet.write_table(pa.table({"image": [b"x"] * 20, "label": ["a", "b"] * 10}), tmp_path / "b.parquet")
+    assert recognise(str(tmp_path / "b.parquet")).keys == {"image": "image", "label": "label"}
 
 
 def test_words_with_tags_that_cannot_be_read_are_told(tmp_path: Path) -> None:
