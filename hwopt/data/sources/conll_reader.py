@@ -10,6 +10,7 @@ from pathlib import Path
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.text_file import INVALID_BYTE, undecodable
+from hwopt.errors import DataError
 from hwopt.text import truncate
 
 CONLL_EXTENSIONS = (".conll", ".iob", ".iob2", ".bio")
@@ -21,7 +22,7 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
     """The sentences of a CoNLL file, one row each: the first cell of each line in the list `tokens`, the last one in `tags`.
 
     Cells between them are `column_2`, `column_3`, …; they are separated by tabs or spaces. A line "-DOCSTART-" and comments
-    before a sentence ("# id = 3") are skipped. A file of words alone has no column `tags`.
+    before a sentence ("# id = 3") are skipped. A file of words alone has no column `tags`. Raises DataError for CoNLL-U.
     """
     import pyarrow as pa
 
@@ -37,6 +38,8 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
             bad_rows.add(first, problem)
         else:
             kept[first] = found
+    if width == 10 and all(found[0][0] == "1" for found in kept.values()):
+        raise DataError(f"{path}: is CoNLL-U; hwopt reads a word in the first cell of a line and its tag in the last one")
     names = ["tokens", *(f"column_{number}" for number in range(2, width)), "tags"][: max(width, 1)]
     columns = {
         name: pa.array([[cells[index] for cells in found] for found in kept.values()], pa.list_(pa.string()))
