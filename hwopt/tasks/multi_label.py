@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, MOST_CLASSES, text_of, type_of, unread_texts
+from hwopt.data.sources.columns import EXAMINED, LABELS, MOST_CLASSES, SCORES, text_of, type_of, unread_texts
 from hwopt.data.sources.number_format import numbers_of
-from hwopt.data.sources.rows import Rows, class_names, holds_text
+from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list
 from hwopt.errors import DataError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
@@ -57,7 +57,7 @@ class MultiLabel(Classes, LabelledTexts):
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
         elif lists := [name for name in named if holds_written_lists(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
-        elif len(flags := [name for name in names if is_flag(table, name)]) > 1:
+        elif (chosen or not named_label(table)) and len(flags := [each for each in names if is_flag(table, each)]) > 1:
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
         elif (found := delimited_column(table, named)) is not None:
             column, mark = found
@@ -128,6 +128,11 @@ class MultiLabel(Classes, LabelledTexts):
         from hwopt.tasks.metrics import LabelSetMetrics
 
         return LabelSetMetrics(prepared.label_names or (), device)
+
+
+def named_label(table: pa.Table) -> bool:
+    """Whether a column of one class or number a row has the name of a label: columns of 0 and 1 beside it say something else."""
+    return any(name.lower() in (*LABELS, *SCORES) and not is_list(type_of(table, name)) for name in table.column_names)
 
 
 def repeats(table: pa.Table, name: str) -> bool:

@@ -63,6 +63,8 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
         return [next((name for name in usable if not has_many_classes(table, name)), usable[0])]
     if named and ({"messages", "conversations"} & set(columns) or set(ALPACA) <= set(columns)):
         return []
+    if named and any(name.lower() in SCORES and is_fractional(table, name) for name in columns):
+        return []  # the score is predicted, and a genre or a product beside it is not
     most = min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
     prompts = next((pair for pair in PROMPTS if all(is_text(table, name) for name in pair)), ())
     others = [name for name in columns if name not in prompts and is_scalar(table, name)]

@@ -48,6 +48,11 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("causal-lm", rows_of(instruction="say {n}", input="x", output="it is {n}", text="both {n}"), {"messages": "instruction"}),
     ("regression", rows_of(text="some text {n}", score="0.{n}"), {"text": ["text"], "label": "score"}),
     ("regression", rows_of(text="some text {n}", label="0.{n}"), TEXT_AND_LABEL),
+    (
+        "regression",
+        rows_of(genre="{class}", sentence1="some text {n}", sentence2="text {n}", score="0.{n}"),
+        {"text": ["sentence1", "sentence2"], "label": "score"},
+    ),
     ("text-classification", [{"text": f"t {n}", "label": ["3.9", "3.11", "3.12"][n % 3]} for n in range(20)], TEXT_AND_LABEL),
     ("regression", [{"text": f"t {n}", "label": [3.9, 3.11, 3.12][n % 3]} for n in range(20)], TEXT_AND_LABEL),
     (
@@ -92,6 +97,11 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         "text-classification",
         rows_of(question="what {n}?", answer="it is {n}", label="{class}"),
         {"text": ["question", "answer"], "label": "label"},
+    ),
+    (
+        "text-classification",
+        [{"text": f"t {n}", "is_new": n % 2, "has_image": n // 2 % 2, "label": "ab"[n // 4 % 2]} for n in range(20)],
+        TEXT_AND_LABEL,
     ),
     ("text-classification", [{"text": f"t {n}", "label": n % 3 if n else math.nan} for n in range(20)], TEXT_AND_LABEL),
     (
