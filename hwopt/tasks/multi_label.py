@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, LABELS, MOST_CLASSES, SCORES, text_of, type_of, unread_texts
+from hwopt.data.sources.columns import EXAMINED, LABELS, MOST_CLASSES, SCORES, is_fact, text_of, type_of, unread_texts
 from hwopt.data.sources.number_format import numbers_of
 from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list
 from hwopt.errors import DataError
@@ -51,13 +51,16 @@ class MultiLabel(Classes, LabelledTexts):
         """A column of lists, a column with delimited labels, or several columns of 0 and 1, beside a text."""
         names = table.column_names
         named = [name for name in names if name.lower() in SETS]
+        flags = [name for name in names if (chosen or not is_fact(name)) and is_flag(table, name)]
         keys: dict[str, Any] = {}
         lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
         if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
         elif lists := [name for name in named if holds_written_lists(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
-        elif (chosen or not named_label(table)) and len(flags := [each for each in names if is_flag(table, each)]) > 1:
+        elif (chosen or not named_label(table)) and len(
+            flags := [each for each in names if is_flag(table, each) and not is_fact(each)]
+        ) > 1:
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
         elif (found := delimited_column(table, named)) is not None:
             column, mark = found

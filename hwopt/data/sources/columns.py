@@ -51,8 +51,8 @@ HELD_OUT = {"eval": ("eval", "dev", "valid", "validation", "val"), "test": ("tes
 
 
 def label_columns(table: pa.Table, named: bool) -> list[str]:
-    """The columns that may hold the classes, the likeliest one first. If no name decides: grades, then the one with the fewest
-    values; identifiers, places and dates last.
+    """The columns that may hold the classes, the likeliest one first. If no name decides: grades, then a name with the word of
+    a label, then the one with the fewest values; identifiers, places and dates last.
 
     `named`: the task is open, so a column whose name says nothing must look like a label beside a text.
     """
@@ -69,7 +69,9 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
     prompts = next((pair for pair in PROMPTS if all(is_text(table, name) for name in pair)), ())
     others = [name for name in columns if name not in prompts and is_scalar(table, name)]
     found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
-    return sorted(found, key=lambda name: (name.lower() not in SCORES, is_fact(name), classes(table, name)))
+    words = {*LABELS} - {"y"}  # pandas adds "_y" to a name
+    partly = {name for name in found if {*re.split(r"[\W_0-9]+", name.lower())} & words}  # gold_label, airline_sentiment
+    return sorted(found, key=lambda each: (each.lower() not in SCORES, each not in partly, is_fact(each), classes(table, each)))
 
 
 def is_fact(name: str) -> bool:
