@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,7 +57,7 @@ class MultiLabel(Classes, LabelledTexts):
         lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
         if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
-        elif lists := [name for name in named if holds_written_lists(table, name)]:
+        elif lists := [each for each in (*named, *names) if holds_written_lists(table, each, chosen or each in named)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
         elif (chosen or not named_label(table)) and len(
             flags := [each for each in names if is_flag(table, each) and not is_fact(each)]
@@ -142,14 +143,17 @@ def repeats(table: pa.Table, name: str) -> bool:
     """Whether few items occur often in a column of lists: as labels do, and answers to questions do not."""
     if name.lower().partition(".")[0] == "answers":  # the answers of SQuAD; a small file has few different ones
         return False
-    items = [item for value in table[name].slice(0, EXAMINED).to_pylist() for item in value or ()]
+    cells = table[name].slice(0, EXAMINED).to_pylist()
+    items = [item for cell in cells for item in (parts_of(cell, ",") if isinstance(cell, str) else cell) or ()]
     return 2 <= len({*items}) <= min(MOST_CLASSES, len(items) // 2)
 
 
-def holds_written_lists(table: pa.Table, name: str) -> bool:
-    """Whether all texts of a column are lists in JSON or Python: "['a', 'b']"."""
+def holds_written_lists(table: pa.Table, name: str, named: bool) -> bool:
+    """Whether all texts of a column are lists in JSON or Python: "['a', 'b']". Unless it is `named` for labels, items repeat."""
     cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if value] if holds_text(type_of(table, name)) else []
-    return bool(cells) and all(cell.strip().startswith("[") and isinstance(parts_of(cell, ","), list) for cell in cells)
+    lists = [parts_of(cell, ",") if re.fullmatch(r"\s*\[[^][]*\]\s*", cell) else None for cell in cells]
+    objects = any(found is None or any(isinstance(item, dict) for item in found) for found in lists)
+    return bool(lists) and not objects and (named or repeats(table, name))
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:

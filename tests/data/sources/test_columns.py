@@ -87,6 +87,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     ("causal-lm", [{"text": f"t {n}", "labels": [0.1, n / 7]} for n in range(20)], {"text": ["text"]}),
     ("causal-lm", [{"messages": MESSAGES, "category": "ab"[n % 2], "score": n / 7} for n in range(20)], {"messages": "messages"}),
+    ("causal-lm", [{"text": f"some text {n}", "genres": "[{'id': 1}]"} for n in range(20)], {"text": ["text"]}),
     ("text-classification", rows_of(messages="a text {n}", label="{class}"), {"text": ["messages"], "label": "label"}),
     (
         "causal-lm",
@@ -118,6 +119,11 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         "multi-label-classification",
         rows_of(text="some text {n}", labels="['a', '{class}']"),
         TEXT_AND_LABEL | {"label": "labels"},
+    ),
+    (
+        "multi-label-classification",
+        rows_of(text="some text {n}", terms="['cs.CV', '{class}']"),
+        TEXT_AND_LABEL | {"label": "terms"},
     ),
 ]
 
