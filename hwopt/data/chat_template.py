@@ -236,6 +236,8 @@ class ChatTemplate:
             before = checks.common_length(prompt, whole)
             if before < len(prompt) and before < len(self.text(messages[:number], words)):
                 raise checks.rewritten(number + 1)
+            header, gap = prompt[before:], whole[before:].lstrip()  # a blank may follow a turn that is not the last one
+            before = len(whole) - len(gap) + len(header) if header and gap.startswith(header) else before
             after = whole if number == len(messages) - 1 else self.text(messages[: number + 1], words)
             end = checks.common_length(after, whole)
             if end < len(after):  # a template may end a conversation with a token of its own

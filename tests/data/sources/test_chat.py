@@ -60,6 +60,15 @@ def test_answers_of_all_turns_or_of_the_last_count(tokenizer: Any) -> None:
     assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>\n4<|im_end|>\n"
 
 
+def test_header_between_two_answers_is_not_trained(tokenizer: Any) -> None:
+    """OLMo 2's template writes no line break behind the last turn."""
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>{{ '' if loop.last else '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    assert trained_text(tokenizer, [*MESSAGES, MESSAGES[1]]) == "Hi.<|end|>4<|end|>Hi.<|end|>"
+
+
 def test_template_that_rewrites_earlier_turns_is_refused_for_all_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = REWRITES
     with pytest.raises(BadConversation, match="rewrites earlier turns"):
