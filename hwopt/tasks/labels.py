@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -218,9 +219,12 @@ def parts_of(text: str, delimiter: str) -> Any:
     """The labels in `text`: between delimiters, or of a list in JSON or Python, as csv files have it; None for other lists."""
     if not re.fullmatch(r"\[[^][]*\]", text.strip()):
         return [part.strip() for part in text.split(delimiter)]
-    for as_json in (text, text.replace("'", '"')):
-        with suppress(ValueError):
-            return json.loads(as_json)
+    with suppress(ValueError):
+        return json.loads(text)
+    if re.search(r"""["']\s+["']""", text):  # numpy prints no commas, and Python joins such texts
+        return None
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text.strip())
     return None
 
 

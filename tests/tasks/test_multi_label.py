@@ -60,6 +60,11 @@ def test_labels_in_lists_are_exact_and_those_of_a_text_have_no_blanks_around_the
     assert prepare(tmp_path, rows_with([["a", "a "], ["01", "1"], [" "], "a, 1"])).label_names == ("01", "1", "a", "a ")
 
 
+def test_lists_of_python_may_have_both_kinds_of_quotes(tmp_path: Path) -> None:
+    lists = [["Children's", "b"], ["b"], ['the "c"', "Children's"], []]
+    assert prepare(tmp_path, rows_with([str(each) for each in lists])).label_names == ("Children's", "b", 'the "c"')
+
+
 def test_one_column_of_0_and_1_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"every label in 'labels' is 0 or 1\. Name the columns of all labels in data\.label"):
         prepare(tmp_path, rows_with(["0", "1", "1", "0"]))
