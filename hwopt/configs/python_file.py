@@ -86,12 +86,18 @@ class PythonScript:
                     self.values[targets[0].id] = node.value
 
     def keywords(self) -> Iterator[tuple[str, str, int]]:
-        """(function with its module, keyword, line) of all calls of imported names."""
+        """(function with its module, keyword, line) of all calls of imported names; of an import itself, keyword "".
+
+        Not of imports in a `try` statement.
+        """
         imported: dict[str, str] = {}
+        tried = {id(each) for node in self.nodes if isinstance(node, ast.Try) for each in ast.walk(node)}
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
                 above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 imported |= {each.asname or each.name: above + each.name for each in node.names}
+                if above and id(node) not in tried:
+                    yield from ((above + each.name, "", node.lineno) for each in node.names if each.name != "*")
         for call in self.calls:
             name, dot, rest = ast.unparse(call.func).partition(".")
             for keyword in call.keywords if name in imported else ():

@@ -15,7 +15,7 @@ from hwopt.config.toml import MAX_BYTES, decoded
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.python_file import from_python
 from hwopt.configs.source_file import Entry, SourceFile, from_json, from_toml, from_yaml
-from hwopt.configs.view import TOOL_NAMES, ConfigSetting, Tool, View
+from hwopt.configs.view import TOOL_NAMES, TRL_KEYS, ConfigSetting, Tool, View
 from hwopt.configs.words import ARGUMENTS, FORMER_NAMES, word_of
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
@@ -74,9 +74,7 @@ def hwopt_tool(source: SourceFile) -> Tool:
 
 SFT_WORDS = {"dataset_text_field", "assistant_only_loss", "completion_only_loss", "packing", "eval_packing"}
 """Arguments that only TRL's SFTConfig has: the file trains a causal language model."""
-TRL_WORDS = SFT_WORDS | {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eos_token", "chat_template_path"}
-TRL_WORDS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
-"""Further ones of the files that TRL's command line reads."""
+TRL_WORDS = SFT_WORDS | TRL_KEYS
 
 
 def trainer_view(source: SourceFile, recognised_by: str) -> View:

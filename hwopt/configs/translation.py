@@ -118,9 +118,7 @@ def count_in_tokens(view: View) -> list[ConfigSetting]:
 
 def without_adapter(view: View) -> list[ConfigSetting]:
     """The settings of an adapter in a `view` that asks for none: the tool does not read them. They are taken out."""
-    unknown = any(each.word == "use_peft" or each.key == "use_peft" for each in view.unread_as("interpolation"))
-    by_default = view.tool == "llama-factory" and "finetuning_type" not in view.source.top
-    if view.is_on("use_peft") or view.is_hwopt or unknown or by_default:
+    if view.adapter or not view.lacks("use_peft"):
         return []
     plugin = plugin_aliases()["use_peft"].split(".")[1]
     words = [word for word in view.settings if plugin_aliases().get(word, "").split(".")[1:2] == [plugin]]

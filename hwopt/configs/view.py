@@ -64,6 +64,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+TRL_KEYS = {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eos_token", "chat_template_path"}
+TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
+"""Keys of the files that TRL's command line reads, which trains all weights unless `use_peft` is true."""
+
+
 @dataclass
 class View:
     """The settings of one file. The first entry for a word counts."""
@@ -182,6 +187,17 @@ class View:
         if word == "mixed_precision" or self.is_hwopt:
             return self.line("mixed_precision", dtype)
         return self.lines({word: False, dtype: True})
+
+    @property
+    def adapter(self) -> bool | None:
+        """Whether the file asks for an adapter; None if only the program that reads it knows."""
+        if not self.lacks("use_peft"):
+            return self.is_on("use_peft") or (False if self.value("use_peft") is False else None)
+        if self.tool == "axolotl":
+            return None if "peft" in self.source.top else False
+        if self.tool == "llama-factory":
+            return {"lora": True, "full": False}.get(str(self.source.values.get("finetuning_type", "lora")))
+        return False if self.is_hwopt or TRL_KEYS & self.source.top else None
 
     @property
     def ranks(self) -> int:

@@ -73,8 +73,18 @@ INTERVALS = names("no steps epoch")
 VALUES = {
     "optim": OPTIMIZERS, "lr_scheduler_type": SCHEDULES, "eval_strategy": INTERVALS, "logging_strategy": INTERVALS,
     "save_strategy": INTERVALS | {"best"},
+    "attn_implementation": names("eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention"),
+    "torch_compile_mode": names("default reduce-overhead max-autotune max-autotune-no-cudagraphs"),
 }
-"""Word -> its values in transformers 5."""
+"""Word -> its values in transformers 5; of the last two only the usual ones."""
+ACCELERATE_VALUES = {
+    "mixed_precision": names("no fp16 bf16 fp8"),
+    "fsdp_config.fsdp_sharding_strategy": names("FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2 1 2 3 4 5"),
+    "fsdp_config.fsdp_auto_wrap_policy": names("TRANSFORMER_BASED_WRAP SIZE_BASED_WRAP NO_WRAP"),
+    "fsdp_config.fsdp_state_dict_type": names("FULL_STATE_DICT LOCAL_STATE_DICT SHARDED_STATE_DICT 1 2 3"),
+    "fsdp_config.fsdp_backward_prefetch": names("BACKWARD_PRE BACKWARD_POST NO_PREFETCH 1 2"),
+}
+"""Key of accelerate -> its values, of any case."""
 MODULES = names("""
     q_proj k_proj v_proj o_proj out_proj qkv_proj gate_proj up_proj down_proj gate_up_proj in_proj query_key_value dense
     dense_h_to_4h dense_4h_to_h query key value query_proj key_proj value_proj c_attn c_proj c_fc fc1 fc2 fc_in fc_out q_lin
@@ -219,7 +229,8 @@ FURTHER = {
     tensor_parallel_size tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp tokenizer_legacy tokenizer_save_jinja_files
     tokenizer_type tokenizer_use_fast tokenizer_use_mistral_common tokens torchdistx_path trainer_cls trl type_of_model
     unfrozen_parameters unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_o unsloth_lora_qkv unsloth_rms_norm unsloth_rope
-    use_comet use_eaft use_kernels use_mlflow use_otel_metrics use_pose use_ray use_tensorboard use_wandb vllm wandb_entity
+    swanlab_project swanlab_log_model use_comet use_eaft use_kernels use_mlflow use_otel_metrics use_pose use_ray
+    use_tensorboard use_wandb vllm wandb_entity
     wandb_log_model wandb_mode wandb_name wandb_project wandb_run_id wandb_watch world_size
     """),
     # it stops at unknown keys and names them: only those that are words of another tool too
@@ -250,6 +261,7 @@ ZERO_KEYS = names("""
     log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
     device nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read pipeline_write fast_init ratio
 """)
+ZERO_KEYS |= {name.removeprefix("stage3_") for name in ZERO_KEYS}  # DeepSpeed takes both
 """Keys of zero_optimization, and of the tables for offloading in it."""
 GONE_FROM_AXOLOTL = {
     "max_packed_sequence_len": "sample_packing with sequence_len", "rope_scaling": "rope_scaling in overrides_of_model_config",

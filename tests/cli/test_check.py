@@ -15,7 +15,7 @@ def test_check_exits_with_2_for_an_error_and_names_line_and_fix(tmp_path: Path) 
     found = hwopt("check", "bad.yaml", "--card", "RTX 3070", cwd=tmp_path)
     assert found.returncode == 2
     assert "bad.yaml: Hugging Face TrainingArguments (by bf16, fp16)" in found.stdout
-    assert "error    bad.yaml:3  [fp16-and-bf16]" in found.stdout
+    assert "error    bad.yaml:3  [refused-pair]" in found.stdout
     assert "fix: training.fp16: false" in found.stdout
     assert "1 error, 0 warnings, 0 notes" in found.stdout
 
@@ -35,7 +35,7 @@ def test_check_as_json(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert report["format"] == "Hugging Face TrainingArguments"
     assert report["errors"] == 2
-    assert {each["rule"] for each in report["findings"]} == {"card-feature", "fp16-and-bf16"}
+    assert {each["rule"] for each in report["findings"]} == {"card-feature", "refused-pair"}
     assert all(each["place"] == "bad.yaml:3" for each in report["findings"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import ceil, sqrt
+from math import ceil, gcd, sqrt
 
 from hwopt.configs.check import Facts, Finding, rule
 from hwopt.configs.python_file import PARTS
@@ -100,6 +100,24 @@ def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, view.line(word, int(train * steps * view.ranks)))
 
 
+@rule("completion-groups", "warning", source="TRL, GRPOConfig: generation_batch_size", tools=("transformers",))
+def completion_groups(view: View, facts: Facts) -> Iterator[Finding]:
+    """The completions of a GRPO step are not whole groups of num_generations; a note where several processes are usual."""
+    setting, rows, default = view.found("num_generations"), view.effective_rows, 8
+    if not setting and ("GRPOConfig" not in view.source.calls or not view.lacks("num_generations")):
+        return
+    size, steps = setting.value if setting else default, int(view.number(ACCUMULATION) or 1)
+    if not rows or not isinstance(size, int) or size < 1 or not view.lacks("generation_batch_size", "steps_per_generation"):
+        return
+    if rows % size:
+        what = f"{rows} completions of a process are not whole groups of num_generations = {size}."
+        why = f"TRL stops unless the number of processes is a multiple of {size // gcd(rows, size)}."
+        least = size // gcd(rows // steps, size)
+        fix = view.line(ACCUMULATION, ceil(steps / least) * least)
+        word = "num_generations" if setting else TRAIN
+        yield Finding(word, what, why, fix, "warning" if view.source.language == "Python" else "information")
+
+
 def counted(rows: int) -> str:
     return f"{rows} row{'s' * (rows != 1)}"
 
@@ -121,7 +139,11 @@ def trains_preferences(view: View) -> bool:
 def has_usual_rate(view: View) -> bool:
     """Whether AdamW's usual rates hold: not from scratch, or if the adapter is unknown; below 1 B only for preferences."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
-    from_scratch = keys.get("stage") == "pt" or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
+    from_scratch = (
+        keys.get("stage") == "pt"
+        or keys.get("pretraining_dataset")
+        or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
+    )
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
     small = SMALL.search(str(view.value("model_name_or_path"))) and not trains_preferences(view)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
@@ -135,7 +157,8 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     """The learning rate is far from what is usual for the rows of a step."""
     rate, rows = view.number("learning_rate"), view.effective_rows
     # quantized weights are trained with an adapter only: `quantized-training`
-    adapter = any(map(view.is_on, ("use_peft", "load_in_4bit", "load_in_8bit"))) or "lora_alpha" in view or "lora_r" in view
+    adapter = view.adapter or view.is_on("load_in_4bit") or view.is_on("load_in_8bit")
+    adapter = adapter or (view.adapter is None and ("lora_alpha" in view or "lora_r" in view))
     if ranks_unknown(view) or not has_usual_rate(view):
         return
     if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, Tools, rule
 from hwopt.configs.launchers import NOTHING
-from hwopt.configs.view import View, is_number
+from hwopt.configs.view import TOOL_NAMES, View, is_number
+from hwopt.text import truncate
 
 FLASH = ("flash_attention_2", "flash_attention_3")
 REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
@@ -67,18 +68,6 @@ COMBINATIONS = (
         what="{auto_find_batch_size} lowers the batch after an out-of-memory error, and not the accumulation.",
         why="The rows of a step then depend on the card's free memory: two runs of one file differ.",
         source="transformers, auto_find_batch_size"),
-    combination("fp16-and-bf16", "error", {"bf16": True, "fp16": True}, fix={"fp16": False},
-        what="fp16 and bf16 are both true.",
-        why="The trainer stops: a run has one of the two.",
-        source="transformers, TrainingArguments: at most one of both"),
-    combination("engines-twice", "error", {"fsdp": given, "deepspeed": given}, tools=TRAINERS, fix="remove {fsdp}",
-        what="{fsdp} and {deepspeed} are both given.",
-        why="The trainer stops: one of the two splits the model.",
-        source="transformers, Trainer; axolotl, schemas/validation.py"),
-    combination("bits-twice", "error", {"load_in_8bit": True, "load_in_4bit": True}, tools=TRAINERS, fix={"load_in_8bit": False},
-        what="{load_in_8bit} and {load_in_4bit} are both true.",
-        why="transformers stops: weights are quantized to one of the two.",
-        source="transformers, BitsAndBytesConfig; axolotl, schemas/peft.py"),
     combination("apex-level", "warning", {"fp16_opt_level": bool}, tools=TRANSFORMERS,
         fix='remove {fp16_opt_level}; a hwopt profile has level = "O2" for half-precision weights',
         what="{fp16_opt_level} belongs to NVIDIA Apex and has no effect with torch's native AMP.",
@@ -96,7 +85,8 @@ COMBINATIONS = (
         why="Most models turn the cache off with a message; others keep it, which costs memory. Training needs none.",
         source="transformers: use_cache is incompatible with gradient checkpointing"),
     combination("unused-checkpointing", "warning",
-        {"ddp_find_unused_parameters": True, "gradient_checkpointing": True, REENTRANT: lambda value: value is not False},
+        {"ddp_find_unused_parameters": True, "gradient_checkpointing": True, REENTRANT: lambda value: value is not False,
+         "model_name_or_path": lambda name: not re.search("(?i)gemma-?4", str(name))},  # for these axolotl turns it off
         tools=TRAINERS, fix={"ddp_find_unused_parameters": False},
         what="{ddp_find_unused_parameters} is true with reentrant checkpointing (the default of transformers 4).",
         why='On several ranks the first backward pass stops: "Expected to mark a variable ready only once".',
@@ -112,7 +102,7 @@ COMBINATIONS = (
         source="pytorch#188150; recompile limit of 8"),
     combination("compile-graphs", "error",
         {"torch_compile": True, "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
-         "gradient_accumulation_steps": several},
+         "gradient_accumulation_steps": several, "packing": not_},
         tools=TRAINERS, fix={"torch_compile_mode": "default"},
         what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
         why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
@@ -126,56 +116,17 @@ COMBINATIONS = (
         what="{dataloader_pin_memory} is true with 0 workers.",
         why="The training process then copies each batch into pinned memory itself, between two steps.",
         source="torch, memory pinning"),
-    combination("prefetch-without-workers", "error", {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_},
-        tools=TRAINERS, fix={"dataloader_num_workers": 2},
-        what="{dataloader_prefetch_factor} is given without workers.",
-        why="The trainer stops: only workers prefetch, and the default is 0 workers.",
-        source="torch, DataLoader: prefetch_factor needs workers"),
-    combination("persistent-without-workers", "error", {"dataloader_persistent_workers": True, "dataloader_num_workers": not_},
-        tools=TRAINERS, fix={"dataloader_num_workers": 2},
-        what="{dataloader_persistent_workers} is true without workers.",
-        why="The data loader stops: it has no worker to keep.",
-        source="torch, DataLoader: persistent_workers needs workers"),
     combination("workers-restarted", "information",
         {"dataloader_persistent_workers": False, "dataloader_num_workers": lambda number: number != 0},
         fix={"dataloader_persistent_workers": True},
         what="{dataloader_persistent_workers} is false.",
         why="Each epoch starts new worker processes, which costs seconds. Turning it off makes no step faster.",
         source="notes.md#rtx-3070-64-rows: disable persistent workers"),
-    combination("warmup-twice", "warning", {"warmup_ratio": positive, "warmup_steps": positive}, fix="remove {warmup_ratio}",
+    combination("warmup-twice", "warning", {"warmup_ratio": positive, "warmup_steps": positive}, tools=TRANSFORMERS,
+        fix="remove {warmup_ratio}",
         what="{warmup_ratio} is given beside {warmup_steps}.",
         why="The steps count, and the ratio has no effect.",
         source="transformers: warmup_steps overrides warmup_ratio"),
-    combination("schedule-options", "error",
-        {"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "stable_decay")), "lr_scheduler_kwargs": not_},
-        tools=TRANSFORMERS, fix="lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay",
-        what="{lr_scheduler_type} has an end that the file does not say.",
-        why="The trainer stops: the schedule has no default for its lowest rate, or for the length of its decay.",
-        source="transformers, get_wsd_schedule and get_cosine_with_min_lr_schedule_with_warmup"),
-    combination("streaming-steps", "error", {"streaming": True, "max_steps": lambda steps: not positive(steps)},
-        tools=("llama-factory",), fix={"max_steps": 1000},
-        what="{streaming} is true without max_steps.",
-        why="LLaMA-Factory stops: the rows of a stream are not known, so that its epochs have no length.",
-        source="LLaMA-Factory, hparams/parser.py"),
-    combination("evaluation-twice", "error", {"eval_fraction": positive, "validation_file": bool}, tools=("llama-factory",),
-        fix="remove {eval_fraction}",
-        what="{eval_fraction} is given beside {validation_file}.",
-        why="LLaMA-Factory stops: rows for evaluation are held out, or are a data set of their own.",
-        source="LLaMA-Factory, hparams/data_args.py"),
-    combination("packing-preferences", "error", {"rl": bool, "packing": True}, tools=("axolotl",), fix={"packing": False},
-        what="{packing} is true with {rl}.",
-        why="axolotl stops: preferences are not packed.",
-        source="axolotl, schemas/validation.py: check_sample_packing_w_rl"),
-    combination("added-tokens", "error", {"tokens": bool, "use_peft": True, "modules_to_save": not_}, tools=("axolotl",),
-        fix="lora_modules_to_save: [embed_tokens, lm_head]",
-        what="{tokens} adds tokens, and the adapter freezes their embeddings.",
-        why="axolotl stops: rows with random weights would stay random.",
-        source="axolotl, check_model_config: lora_modules_to_save"),
-    *(combination(f"{kind}-steps-twice", "error", {f"{kind}_steps": positive, f"{kind}s_per_epoch": positive},
-        tools=("axolotl",), fix=f"remove {{{kind}_steps}}",
-        what=f"{{{kind}_steps}} is given beside {{{kind}s_per_epoch}}.",
-        why="axolotl stops: one of both sets the interval.",
-        source="axolotl, schemas/validation.py") for kind in ("save", "eval")),
     combination("steps-and-epochs", "information", {"num_train_epochs": is_number, "max_steps": positive},
         fix="remove {num_train_epochs}",
         what="{num_train_epochs} is given beside {max_steps}.",
@@ -193,6 +144,50 @@ COMBINATIONS = (
         source="accelerate launch --cpu: one process, without a warning"),
 )
 # fmt: on
+
+# fmt: off
+STEPS = {"max_steps": lambda steps: not positive(steps)}
+MIN_LR = {"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "stable_decay")), "lr_scheduler_kwargs": not_}
+IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
+AXOLOTL: Tools = ("axolotl",)
+FACTORY: Tools = ("llama-factory",)
+REFUSED: tuple[tuple[Tools, Mapping[str, Any], Any], ...] = (
+    ((), {"bf16": True, "fp16": True}, {"fp16": False}),
+    (TRAINERS, {"fsdp": given, "deepspeed": given}, "remove {fsdp}"),
+    (TRAINERS, {"load_in_8bit": True, "load_in_4bit": True}, {"load_in_8bit": False}),
+    (TRAINERS, {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
+    (TRAINERS, {"dataloader_persistent_workers": True, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
+    (TRANSFORMERS, MIN_LR, "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
+    *((("accelerate",), {word: given, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
+    *((AXOLOTL, {f"{kind}_steps": positive, other: value}, f"remove {{{kind}_steps}}") for kind in ("save", "eval")
+      for other, value in ((f"{kind}s_per_epoch", positive), (f"{kind}_strategy", lambda name: name not in (None, "steps")))),
+    (AXOLOTL, {"warmup_steps": positive, "warmup_ratio": positive}, "remove {warmup_ratio}"),
+    (AXOLOTL, {"rl": bool, "packing": True}, {"packing": False}),
+    (AXOLOTL, {"eval_fraction": positive, "validation_file": bool}, {"eval_fraction": 0}),
+    (AXOLOTL, {"pretraining_dataset": bool, **STEPS}, {"max_steps": 1000}),
+    (AXOLOTL, {"lora_dropout": positive, "lora_target_parameters": bool}, {"lora_dropout": 0}),
+    (AXOLOTL, {"tokens": bool, "use_peft": True, "modules_to_save": not_}, "lora_modules_to_save: [embed_tokens, lm_head]"),
+    (FACTORY, {"streaming": True, **STEPS}, {"max_steps": 1000}),
+    (FACTORY, {"eval_fraction": positive, "validation_file": bool}, "remove {eval_fraction}"),
+    (FACTORY, {"do_eval": True, "eval_fraction": not_, "validation_file": not_}, {"eval_fraction": 0.1}),
+    (FACTORY, {"init_lora_weights": "pissa", "load_in_4bit": True}, "remove {init_lora_weights}"),
+    (FACTORY, {"resize_vocab": True, "load_in_4bit": True}, "remove {load_in_4bit}"),
+    (FACTORY, {"predict_with_generate": True, "stage": bool}, "remove {predict_with_generate}"),
+    *((FACTORY, {f"use_{name}": True, "deepspeed": given}, "remove {deepspeed}") for name in ("galore", "apollo")),
+)
+# fmt: on
+"""Tools, settings that they refuse together, and what to write."""
+
+
+@rule("refused-pair", "error", source="transformers, training_args.py; axolotl, schemas; LLaMA-Factory, parser.py; accelerate")
+def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
+    """Settings that the tool refuses together, such as fp16 and bf16, or save_steps and saves_per_epoch of axolotl."""
+    for tools, settings, fix in REFUSED:
+        if (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items()):
+            given = [(view.spelled(word), view.found(word)) for word in settings]
+            what = ", and ".join(f"{key} is {truncate(found.value) if found else 'not given'}" for key, found in given)
+            fix = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix)
+            yield Finding(next(iter(settings)), f"{what}.", f"{TOOL_NAMES[view.tool]} refuses them together: the run stops.", fix)
 
 
 class Range(NamedTuple):
@@ -225,21 +220,29 @@ RANGES: Mapping[str, Range] = {
     "max_grad_norm": Range(lambda value: value >= 0, "at least 0", "A negative norm turns the gradients round.", 1.0),
     "eval_fraction": Range(lambda value: 0 <= value < 1 or value == int(value) > 1, "below 1, or a number of rows",
         "The split stops: more rows are held out than there are.", 0.05),
+    "dataloader_num_workers": Range(lambda value: value >= 0, "at least 0", "The data loader stops.", 2),
+    "fp16.loss_scale": Range(lambda value: value == 0 or value >= 1, "0, which adapts it, and 1 or more",
+        "A factor below 1 makes small gradients 0 in fp16, which is what it is against.", 0),
     "zero_stage": Range(lambda value: value in range(4), "0, 1, 2 and 3", "DeepSpeed stops.", 3),
 }
 # fmt: on
 
 
-LEAST_SCALE = 1 / 16  # of what recipes take; the QLoRA paper has 1/4
+LEAST_SCALE, MOST_SCALE = 1 / 16, 64  # of what recipes take: the QLoRA paper has 1/4, others up to 32
 
 
 @rule("lora-scale", "warning", words=("lora_alpha",), source="LoRA, arXiv:2106.09685, section 4.1", tools=TRAINERS)
 def lora_scale(view: View, facts: Facts) -> Iterator[Finding]:
-    """An adapter whose output is scaled to almost nothing."""
+    """An adapter whose output is scaled to almost nothing, or far too much."""
     alpha, rank = view.number("lora_alpha") or 0, view.number("lora_r") or 0
-    if 0 < alpha < LEAST_SCALE * rank and not any("rslora" in key for key in view.source.values):
+    if (
+        rank
+        and alpha
+        and not LEAST_SCALE <= alpha / rank <= MOST_SCALE
+        and not any("rslora" in key for key in view.source.values)
+    ):
         what = f"{view.spelled('lora_alpha')} is {alpha:g} with rank {rank:g}, which scales the adapter by {alpha / rank:.2g}."
-        why = "The adapter learns slowly; 0.25 to 2 are usual."
+        why = f"{'Training can diverge' if alpha > rank else 'The adapter learns slowly'}; 0.25 to 2 are usual."
         yield Finding("lora_alpha", what, why, view.line("lora_alpha", int(rank)))
 
 
@@ -253,8 +256,8 @@ def out_of_range(view: View, facts: Facts) -> Iterator[Finding]:
         "lora_alpha": not view.is_on("use_peft") or view.tool == "llama-factory",  # there 0 is twice the rank
     }
     for word, (holds, text, why, usual, level) in RANGES.items():
-        value = view.number(word)
-        if value is not None and value != -1 and not holds(value) and not other.get(word):  # -1 is "not set" in many programs
+        value: Any = found.value if (found := view.found(word)) else None
+        if is_number(value) and value != -1 and not holds(value) and not other.get(word):  # -1 is "not set" in many programs
             what = f"{view.spelled(word)} is {value:g}; usable values are {text}."
             both = view.spelled(word).endswith("betas")  # one key for two words
             yield Finding(word, what, why, view.line(word, [0.9, 0.999] if both else usual), level)

@@ -41,6 +41,27 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, fix)
 
 
+@rule(
+    "adapter-unused",
+    "error",
+    words=("lora_r", "lora_alpha"),
+    source="TRL, get_peft_config; axolotl; LLaMA-Factory",
+    tools=TRAINERS,
+)
+def adapter_unused(view: View, facts: Facts) -> Iterator[Finding]:
+    """Settings of an adapter in a file that asks for none: all weights are trained."""
+    word = "lora_r" if "lora_r" in view else "lora_alpha"
+    if view.adapter is False and view.value(word) and not any(map(view.is_on, QUANTIZED)):  # or `quantized-training` says it
+        key = {"axolotl": "adapter", "llama-factory": "finetuning_type"}.get(view.tool) or view.spelled("use_peft")
+        said = key in view.source.values  # a file may keep the settings for another run
+        what = f"{view.spelled(word)} is {view.value(word)}, and {key} is {view.source.values.get(key) if said else 'not given'}."
+        why = "No adapter is asked for: all weights are trained, which takes far more memory and a lower learning rate."
+        fix = (
+            f"{view.line('use_peft', True) if view.tool == 'transformers' else f'{key}: lora'}, or remove the adapter's settings"
+        )
+        yield Finding(word, what, why, fix, "information" if said else None)
+
+
 @rule("adapter-task", "error", words=("from_pretrained.num_labels",), source="PEFT, LoraConfig: task_type, modules_to_save")
 def adapter_task(view: View, facts: Facts) -> Iterator[Finding]:
     """An adapter for another task than the model's, which is a classification: its new head is frozen."""
@@ -70,7 +91,7 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
     apart = any(part in name for part in ("flash", "flex")) or any("flash" in key and given[key] is True for key in given)
     needed, fix = "flash attention", view.line("attn_implementation", "flash_attention_2")
     if view.tool == "axolotl":
-        apart, fix = apart or name not in ("None", "eager"), "flash_attention: true"
+        apart, fix = name != "None", "flash_attention: true"
     elif view.tool == "llama-factory":  # its flash attention sees the whole row, and pretraining means to join documents
         apart, needed, fix = given.get("neat_packing") is True or view.is_on("text_blocks"), "neat_packing", "neat_packing: true"
     word = next(filter(view.is_on, ("packing", "padding_free")), None)
@@ -81,7 +102,7 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, f"{view.spelled(word)} is on without {needed}.", why, fix)
 
 
-@rule("states-offload", "error", words=("optim",), source="DeepSpeed#7524: ZeRO-Offload, client optimizer", tools=TRAINERS)
+@rule("states-offload", "error", words=("optim",), source="accelerate, map_pytorch_optim_to_deepspeed", tools=TRAINERS)
 def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer with states in 8 bit under ZeRO's offload."""
     name, (zero, device, file) = str(view.value("optim")), OFFLOADS
@@ -93,7 +114,7 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     offload = next((word for word, found in asked.items() if found), None)
     if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
         what = f"{name} with {view.spelled(offload)} = {view.value(offload)}."
-        why = "DeepSpeed stops (ZeRORuntimeException): it offloads the states of its own CPU Adam, not those of others."
+        why = "accelerate replaces it by DeepSpeed's Adam for the CPU, with states in fp32 and L2 decay instead of AdamW's."
         yield Finding("optim", what, why, view.line("optim", "adamw_torch"))
 
 
@@ -119,15 +140,6 @@ def split_weights(view: View, facts: Facts) -> Iterator[Finding]:
             what = f"{view.spelled('zero_stage')} is 3, and {word.partition('.')[2]} is false."
             why = "A checkpoint has no weights that from_pretrained reads, until zero_to_fp32.py has joined the parts."
             yield Finding(word, what, why, view.line(word, True))
-
-
-@rule("precision-twice", "error", words=("deepspeed",), source="accelerate: deepspeed_config_file", tools=("accelerate",))
-def precision_twice(view: View, facts: Facts) -> Iterator[Finding]:
-    """Settings beside a DeepSpeed file that has them too."""
-    for word in ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps"):
-        if word in view:
-            key, why = view.spelled(word), "Accelerate stops: the file of DeepSpeed must be the only place for it."
-            yield Finding(word, f"{key} is given beside a DeepSpeed file.", why, f"remove {key}")
 
 
 @rule("qlora-bits", "error", words=("use_peft",), source="axolotl, schemas/peft.py: validate_qlora", tools=("axolotl",))
@@ -168,7 +180,43 @@ def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("num_machines", f"machine_rank is {rank} of {machines} machines.", why, f"machine_rank: {machines - 1}")
     if view.value("distributed_type") == "NO" and processes > 1 and not view.is_on("use_cpu"):
         what, why = f"distributed_type is NO with {processes} processes.", "The launcher starts one process, without a warning."
-        yield Finding("num_processes", what, why, view.line("distributed_type", "MULTI_GPU"))
+        fix = f"{view.line('num_processes', 1)}, or {view.line('distributed_type', 'MULTI_GPU')}"
+        yield Finding("num_processes", what, why, fix, "warning")
+
+
+FSDP1_KEYS = names("sharding_strategy backward_prefetch forward_prefetch use_orig_params sync_module_states")
+
+
+@rule("fsdp-version", "error", source="accelerate, FullyShardedDataParallelPlugin, to_fsdp2.py, launch.py", tools=("accelerate",))
+def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
+    """Settings of FSDP that its version refuses; a warning for those that have no effect, by version or distributed_type."""
+    table, kind = "fsdp_config", view.value("distributed_type")
+    given = {e.path[-1].removeprefix("fsdp_"): e for e in view.source.entries if e.path[0] == table and e.value is not None}
+    two, stops = str(given["version"].value if "version" in given else 1) == "2", "accelerate stops with a ValueError."
+    values = {word: str(entry.value).lower() for word, entry in given.items()}
+    if not {"version", "sharding_strategy", "auto_wrap_policy"} & given.keys():
+        return
+    if kind not in ("FSDP", None):
+        what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
+        yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}", "warning")
+    elif two and (old := [given[word].path[-1] for word in given if word in FSDP1_KEYS]):
+        shards = str(values.get("sharding_strategy", "full_shard") in ("full_shard", "hybrid_shard", "1", "4")).lower()
+        what, why = f"{', '.join(old)}: of FSDP 1; fsdp_version is 2.", "accelerate ignores them with version 2."
+        fix = f"fsdp_reshard_after_forward: {shards} instead of fsdp_sharding_strategy; no others, or fsdp_version: 1"
+        yield Finding(f"{table}.{old[0]}", what, why, fix, "warning")
+    for word, wrong, usual in (
+        ("reshard_after_forward", two and values.get("reshard_after_forward", "true") not in ("true", "false"), "true"),
+        ("state_dict_type", two and values.get("state_dict_type") == "local_state_dict", "SHARDED_STATE_DICT"),
+        (
+            "sync_module_states",
+            values.get("cpu_ram_efficient_loading", "true") == "true" and values.get("sync_module_states") == "false",
+            "true",
+        ),
+    ):
+        if wrong and kind in ("FSDP", None):
+            key = given[word].key
+            beside = "beside fsdp_cpu_ram_efficient_loading" if word == "sync_module_states" else "with fsdp_version 2"
+            yield Finding(key, f"{given[word].path[-1]} is {given[word].value} {beside}.", stops, view.line(key, usual))
 
 
 def deepspeed_view(view: View) -> View | None:

@@ -16,9 +16,21 @@ from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.launchers import ZERO
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import ARGUMENTS, DEPRECATED_NAMES, FORMER, FORMER_NAMES, FURTHER, MODULES, VALUES, ZERO_KEYS, Former
+from hwopt.configs.words import (
+    ACCELERATE_VALUES,
+    ARGUMENTS,
+    DEPRECATED_NAMES,
+    FORMER,
+    FORMER_NAMES,
+    FURTHER,
+    MODULES,
+    VALUES,
+    ZERO_KEYS,
+    Former,
+)
 from hwopt.text import truncate
 
+TOOLS = (*TRAINERS, "accelerate")
 ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
@@ -52,24 +64,49 @@ def accepted(name: str) -> frozenset[str] | None:
     return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
 
+GONE = {
+    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": 'attn_implementation="flash_attention_2"',
+    "use_auth_token": "token",
+}
+"""Keyword of a model's from_pretrained that transformers 5 no longer has -> the present one."""
+LOADS = re.compile(r"transformers\.\w*Model\w*\.from_pretrained")
+
+
+@cache
+def lacks(module: str, name: str) -> bool:
+    """Whether `module`, if it is installed, has no class or function `name`."""
+    try:
+        return not hasattr(import_module(module), name)
+    except (ImportError, RuntimeError, OSError):  # not installed, or its import fails
+        return False
+
+
 @rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
 def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
-    """A keyword of a script that the installed version of the class does not take. Unsloth replaces TRL's classes."""
+    """A keyword or an import of a script that the installed version does not have. Unsloth replaces TRL's classes."""
     if any(function.startswith("unsloth.") for function, _, _ in view.source.keywords):
         return
     for function, name, line in view.source.keywords:
-        taken = accepted(function)
-        if taken is None or name in taken:
-            continue
         module, _, cls = function.rpartition(".")
-        package, config = module.partition(".")[0], f"{cls.removesuffix('Trainer')}Config"
-        near = get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
-        new = FORMER_NAMES[name].instead if name in FORMER_NAMES else RENAMED.get(name) or next(iter(near), "")
-        fix = f"use {new}" if new else f"remove {name}"
-        if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
-            fix = f"give {moved.pop()} to {config}"
+        package, config, fix, stops = module.partition(".")[0], f"{cls.removesuffix('Trainer')}Config", "", "with a TypeError"
+        if not name:
+            if module not in ("transformers", "trl") or not lacks(module, cls):
+                continue
+            name, cls, stops = cls, "The package", "when it imports it"
+        elif name in GONE and LOADS.fullmatch(function):
+            fix = f"use {GONE[name]}"
+        elif (taken := accepted(function)) is None or name in taken:
+            continue
+        else:
+            near = get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
+            new = FORMER_NAMES[name].instead if name in FORMER_NAMES else RENAMED.get(name) or next(iter(near), "")
+            fix = f"use {new}" if new else f"remove {name}"
+            if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
+                fix = f"give {moved.pop()} to {config}"
         what = f"{cls} of {package} {metadata.version(package)} has no {name}."
-        yield Finding("", what, "The script stops at it with a TypeError.", fix, place=f"{view.source.name}:{line}", key=name)
+        yield Finding("", what, f"The script stops {stops}.", fix, place=f"{view.source.name}:{line}", key=name)
 
 
 def refused(view: View) -> set[str]:
@@ -165,18 +202,20 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType", words=tuple(VALUES), tools=TRAINERS)
+@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType; accelerate: utils/constants.py", tools=TOOLS)
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """An optimizer, a schedule or an interval that transformers does not have. axolotl has more: only almost the same names."""
-    more = view.tool == "axolotl"
-    for word, known in VALUES.items():
-        name = view.value(word)
-        if isinstance(name, str) and name not in known | {"adamw_hf", "adamw_apex_fused"}:  # version 4 has these optimizers
-            near = get_close_matches(name[:80], sorted(known), n=1, cutoff=ALIKE if more else 0.7)
-            fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
-            what = f"{'axolotl' if more else 'transformers'} has no {view.spelled(word)} {truncate(name)}."
-            if not more or (near and abs(len(near[0]) - len(name)) <= 2):
-                yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)
+    """A value that transformers or accelerate does not have, such as an optimizer. Of open lists only almost the same names."""
+    accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
+    for word, known in (ACCELERATE_VALUES if accelerate else VALUES).items():
+        name = str(found.value) if (found := view.found(word)) and found.value is not None else next(iter(known))
+        if known & ({name, name.upper(), name.lower()} if accelerate else {name}) or name in ("adamw_hf", "adamw_apex_fused"):
+            continue  # transformers 4 has these optimizers too
+        usual = word in ("attn_implementation", "torch_compile_mode")
+        near = get_close_matches(name[:80], sorted(known), n=1, cutoff=0.82 if usual else ALIKE if axolotl else 0.7)
+        fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
+        what = f"{view.tool if accelerate or axolotl else 'transformers'} has no {view.spelled(word)} {truncate(name)}."
+        if not (usual or axolotl) or (near and (usual or abs(len(near[0]) - len(name)) <= 2)):
+            yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)
 
 
 @rule("module-name", "warning", source="PEFT, inject_adapter", words=("lora_target_modules",), tools=TRAINERS)
