@@ -2,13 +2,15 @@
 
 Read are the keywords of the first TrainingArguments, SFTConfig or similar, of LoraConfig,
 BitsAndBytesConfig and EarlyStoppingCallback, of a model's `from_pretrained`, and `model.config.use_cache = …`. Values are
-literals, names that the script assigns a literal once, and `**{…}`. Others are listed as not read.
+literals, names and fields of classes that the script assigns once, defaults of argparse and of a function that it does not
+call itself, keys of a dictionary, products and sums of them, and `**{…}`. Others are listed as not read.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import operator
 import re
 import tokenize
 import warnings
@@ -26,6 +28,8 @@ ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
 PATIENCE = "early_stopping_patience"
 MODEL_LOADED = re.compile(r"(^|\.)(\w*Model|\w+For[A-Z])\w*\.from_pretrained$")
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+ARITHMETIC[ast.FloorDiv] = operator.floordiv
 ENUMERATIONS = ("torch", "IntervalStrategy", "SaveStrategy", "SchedulerType", "OptimizerNames", "TaskType")
 
 
@@ -79,11 +83,45 @@ class PythonScript:
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.values: dict[str, ast.expr] = {}
+        invoked = {called(call) for call in self.calls}
         for node in nodes:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
                     self.values[targets[0].id] = node.value
+            elif isinstance(node, ast.FunctionDef) and node.name not in invoked:  # such as one for fire.Fire
+                names, defaults = [*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1]
+                given = dict(zip(names, defaults, strict=False)) | dict(
+                    zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                )
+                self.values |= {each.arg: value for each, value in given.items() if value is not None and bound[each.arg] == 1}
+        fields = list(self.fields())
+        once = Counter(name for name, _ in fields)
+        self.attributes = {name: value for name, value in fields if value is not None and once[name] == 1}
+        self.stored: dict[str, dict[str | None, ast.expr]] = {}
+        for node in nodes:
+            match node:
+                case ast.Subscript(value=ast.Name(id=name), slice=key, ctx=ast.Store()):
+                    self.stored.setdefault(name, {})[str(key.value) if isinstance(key, ast.Constant) else None] = node
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")):
+                    self.stored.setdefault(name, {})[None] = node
+
+    def fields(self) -> Iterator[tuple[str, ast.expr | None]]:
+        """(name, value) of the attributes that classes, argparse and assignments set; None: not known, or no default."""
+        for node in self.nodes:
+            match node:
+                case ast.ClassDef(body=body):
+                    for each in body:
+                        if isinstance(each, ast.Assign | ast.AnnAssign):
+                            target, value = each.targets[0] if isinstance(each, ast.Assign) else each.target, each.value
+                            field = isinstance(value, ast.Call) and called(value) == "field"
+                            yield ast.unparse(target), argument(value, "default") if field else value
+                case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str(option))]):
+                    value = argument(node, "default")
+                    none = isinstance(value, ast.Constant) and value.value is None
+                    yield option.lstrip("-").replace("-", "_"), None if none else value
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    yield name, None
 
     def keywords(self) -> Iterator[tuple[str, str, int]]:
         """(function with its module, keyword, line) of all calls of imported names; of an import itself, keyword "".
@@ -131,16 +169,15 @@ class PythonScript:
 
     def given(self, name: str | None, value: ast.expr, line: int) -> Iterator[tuple[str | None, ast.expr, int]]:
         """(name, value, line) of a keyword, or of each one behind `**` (`name` None); the name stays None if a run makes it."""
-        table = self.behind(value)
-        if name is None and isinstance(table, ast.Dict):
-            for key, part in zip(table.keys, table.values, strict=True):
-                named = str(key.value) if isinstance(key, ast.Constant) else None
-                yield from self.given(named, part, (key or part).lineno)
-        elif name is None and isinstance(table, ast.Call) and called(table) == "dict":
-            for each in table.keywords:
-                yield from self.given(each.arg, each.value, each.lineno)
-        else:
+        table = items(self.behind(value)) if name is None else None
+        if table is None:
             yield name, value, line
+            return
+        stored = self.stored.get(value.id, {}) if isinstance(value, ast.Name) else {}
+        for key, part in table:
+            if key not in stored:
+                yield from self.given(key, part, part.lineno)
+        yield from ((key, part, part.lineno) for key, part in stored.items())
 
     def entry(self, path: tuple[str, ...], value: ast.expr, line: int) -> Iterator[Entry]:
         behind = self.behind(value)
@@ -148,7 +185,7 @@ class PythonScript:
             return  # read on its own
         try:
             found = self.value(value)
-        except (TypeError, ValueError, SyntaxError, RecursionError):
+        except (TypeError, ValueError, SyntaxError, RecursionError, ArithmeticError):
             yield Entry(path, cut(ast.unparse(value)), line, interpolated=True)
             return
         if isinstance(found, dict) and found:
@@ -157,17 +194,32 @@ class PythonScript:
         else:
             yield Entry(path, found, line)
 
-    def behind(self, node: ast.expr) -> ast.expr:
-        """`node`, or what the script assigns to it if it is a name."""
-        return (self.values.get(node.id) if isinstance(node, ast.Name) else None) or node
+    def behind(self, node: ast.expr, depth: int = 9) -> ast.expr:
+        """`node`, or what the script assigns to it if it is a name, an attribute or a key of a dictionary."""
+        found = None
+        match node:
+            case ast.Name(id=name):
+                found = self.values.get(name)
+            case ast.Attribute(attr=name):
+                found = self.attributes.get(name)
+            case ast.Subscript(value=table, slice=ast.Constant(value=key)):
+                stored = self.stored.get(table.id, {}) if isinstance(table, ast.Name) else {}
+                if not {str(key), None} & stored.keys():
+                    found = dict(items(self.behind(table)) or ()).get(str(key))
+        return node if found is None or not depth else self.behind(found, depth - 1)
 
     def value(self, node: ast.expr) -> Any:
         """The value of a literal, or of a name for one. Raises ValueError and others for what only a run of the script knows."""
         match self.behind(node):
             case ast.Attribute(value=ast.Name(id=base), attr=name) if base in ENUMERATIONS:
                 return name.lower()
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs):
-                return {str(each.arg): self.value(each.value) for each in pairs}
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=given):
+                return {str(each.arg): self.value(each.value) for each in given}
+            case ast.BinOp(left=left, op=operation, right=right) if type(operation) in ARITHMETIC:
+                numbers = self.value(left), self.value(right)
+                if not all(isinstance(each, int | float) for each in numbers):
+                    raise ValueError(operation)
+                return ARITHMETIC[type(operation)](*numbers)
             case literal:
                 return ast.literal_eval(literal)
 
@@ -183,6 +235,21 @@ class PythonScript:
                     text = called(node) if isinstance(node, ast.Call) else ast.unparse(node)
                     if "peft" in text.lower():
                         yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
+
+
+def items(table: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
+    """The keys and values of a dictionary, or of a call of `dict`; key None: not known, or `**`. None: it is neither."""
+    if isinstance(table, ast.Dict):
+        names = [str(key.value) if isinstance(key, ast.Constant) else None for key in table.keys]
+        return list(zip(names, table.values, strict=True))
+    if isinstance(table, ast.Call) and called(table) == "dict":
+        return [(each.arg, each.value) for each in table.keywords]
+    return None
+
+
+def argument(call: ast.expr | None, name: str) -> ast.expr | None:
+    """The keyword argument `name` of a call."""
+    return next((each.value for each in getattr(call, "keywords", ()) if each.arg == name), None)
 
 
 def adds_adapter(call: ast.Call) -> bool:

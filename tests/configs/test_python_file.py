@@ -109,3 +109,35 @@ def test_script_of_unsloth_has_an_adapter_and_its_own_trainer(tmp_path: Path) ->
     found = view_of(read_source(path), INPUTS)
     assert (found.value("lora_r"), found.value("lora_alpha"), found.is_on("use_peft")) == (8, 32, True)
     assert found.is_on("gradient_checkpointing")
+
+
+STYLES = """\
+@dataclass
+class Config:
+    epochs: int = field(default=2)
+    seed = 5
+parser.add_argument("--learning-rate", type=float, default=8 * 1e-4)
+parser.add_argument("--max_steps", default=None)
+TABLE = {"run": dict(rows=16), "decay": 0.1}
+own = {"fp16": True, "bf16": False}
+own["bf16"] = torch.cuda.is_bf16_supported()
+def train(warmup_steps=30, steps=4):
+    train(steps=8) if nested else TrainingArguments(
+        "o", num_train_epochs=config.epochs, seed=Config.seed, learning_rate=args.learning_rate, max_steps=args.max_steps,
+        per_device_train_batch_size=TABLE["run"]["rows"], weight_decay=TABLE["decay"], gradient_accumulation_steps=steps, **own)
+def main(warmup_steps=30, save_steps=60):
+    ...
+fire.Fire(main)
+trainer = TrainingArguments("o", save_steps=save_steps)
+"""
+
+
+def test_fields_options_keys_and_defaults_of_functions_are_resolved_where_the_script_sets_them_once() -> None:
+    found = view(STYLES)
+    assert values(found) == {
+        "output_dir": "o", "num_train_epochs": 2, "seed": 5, "learning_rate": 8e-4, "per_device_train_batch_size": 16,
+        "weight_decay": 0.1, "fp16": True,
+    }  # fmt: skip
+    unread = {each.key for each in found.unread_as("interpolation")}
+    assert unread == {"max_steps", "gradient_accumulation_steps", "bf16"}
+    assert values(view(STYLES.partition("fire.Fire(main)\n")[2] + STYLES))["save_steps"] == 60
