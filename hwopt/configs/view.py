@@ -215,7 +215,8 @@ class View:
         """Rows of an optimizer step over all ranks; None if the file does not say it."""
         if (given := self.number("effective_batch_size")) is not None:
             return int(given)
-        if self.train_rows is None or "effective_tokens" in self:
+        steps = "gradient_accumulation_steps"
+        if self.train_rows is None or "effective_tokens" in self or (self.number(steps) is None and not self.lacks(steps)):
             return None
         ranks = 1 if self.is_hwopt else self.ranks  # hwopt counts the rows of a step over all ranks
-        return self.train_rows * int(self.number("gradient_accumulation_steps") or 1) * ranks
+        return self.train_rows * int(self.number(steps) or 1) * ranks

@@ -129,6 +129,16 @@ FORMER_NAMES = {name: Former(new, gone) for gone, names in RENAMED_ARGUMENTS.ite
 DEPRECATED_NAMES = {f"gradient_checkpointing{end}": Former(f"activation_checkpointing{end}", "6") for end in ("", "_kwargs")}
 """Names that transformers 5 has under another name too."""
 
+RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
+"""Keyword that classes of TRL and transformers had -> the present one."""
+GONE = {
+    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": 'attn_implementation="flash_attention_2"',
+    "use_auth_token": "token",
+}
+"""Keyword of a model's from_pretrained that transformers 5 no longer has -> the present one."""
+
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
 SCHEDULE_OPTIONS = "lr_scheduler_kwargs"
 """The word with the options of the schedule, of which a file may give each by itself."""

@@ -122,7 +122,7 @@ def test_deepspeed_file_beside_the_arguments_is_read(tmp_path: Path) -> None:
 
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     (found,) = [each for each in check_file(path, Given(card="A100"), INPUTS).findings if each.rule == "states-offload"]
-    assert found.what == "lion_8bit with deepspeed = ds.json."
+    assert found.what == "lion_8bit, and the DeepSpeed configuration offloads the optimizer."
 
 
 def test_optimizers_are_those_of_transformers() -> None:

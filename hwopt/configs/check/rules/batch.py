@@ -103,18 +103,14 @@ def step_rows_contradict(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("completion-groups", "warning", source="TRL, GRPOConfig: generation_batch_size", tools=("transformers",))
 def completion_groups(view: View, facts: Facts) -> Iterator[Finding]:
     """The completions of a GRPO step are not whole groups of num_generations; a note where several processes are usual."""
-    setting, rows, default = view.found("num_generations"), view.effective_rows, 8
-    if not setting and ("GRPOConfig" not in view.source.calls or not view.lacks("num_generations")):
-        return
-    size, steps = setting.value if setting else default, int(view.number(ACCUMULATION) or 1)
-    if not rows or not isinstance(size, int) or size < 1 or not view.lacks("generation_batch_size", "steps_per_generation"):
-        return
-    if rows % size:
+    setting, rows, steps = view.found("num_generations"), view.effective_rows, int(view.number(ACCUMULATION) or 1)
+    size = setting.value if setting else 8 * ("GRPOConfig" in view.source.calls and view.lacks("num_generations"))
+    known = rows and isinstance(size, int) and size > 0 and view.lacks("generation_batch_size", "steps_per_generation")
+    if known and rows and rows % size:
         what = f"{rows} completions of a process are not whole groups of num_generations = {size}."
         why = f"TRL stops unless the number of processes is a multiple of {size // gcd(rows, size)}."
-        least = size // gcd(rows // steps, size)
+        least, word = size // gcd(rows // steps, size), "num_generations" if setting else TRAIN
         fix = view.line(ACCUMULATION, ceil(steps / least) * least)
-        word = "num_generations" if setting else TRAIN
         yield Finding(word, what, why, fix, "warning" if view.source.language == "Python" else "information")
 
 

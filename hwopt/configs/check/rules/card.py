@@ -60,16 +60,17 @@ def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("tf32", f"tf32 and {half} are both on.", why)
 
 
-@rule("compute-type", "warning", words=("bnb_4bit_compute_dtype",), source="bitsandbytes, Linear4bit.forward", tools=TRAINERS)
+@rule("compute-type", "warning", words=("load_in_4bit",), source="bitsandbytes, Linear4bit.forward", tools=TRAINERS)
 def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
-    """Products of 4-bit layers in fp32 beside half precision."""
-    half = {"bf16": "bfloat16", "fp16": "float16"}
-    word = next((word for word in half if view.is_on(word)), None)
-    dtype = str(view.value("bnb_4bit_compute_dtype")).removeprefix("torch.")
+    """Products of 4-bit layers in fp32, the default of BitsAndBytesConfig, beside half precision."""
+    key, half = "bnb_4bit_compute_dtype", {"bf16": "bfloat16", "fp16": "float16"}
+    word = next(filter(view.is_on, half), None)
+    default = "float32" if "BitsAndBytesConfig" in view.source.calls and view.lacks(key) else None
+    dtype = str(view.value(key, default)).removeprefix("torch.")
     if word and view.is_on("load_in_4bit") and dtype in ("float32", "fp32", "float"):
-        what = f"{view.spelled('bnb_4bit_compute_dtype')} is fp32 beside {view.spelled(word)} = true."
+        what = f"{view.spelled(key)} is {'fp32' if key in view else 'not given'} beside {view.spelled(word)} = true."
         why = "bitsandbytes casts the input of each 4-bit layer to fp32: its products run in fp32, at a fraction of the speed."
-        yield Finding("bnb_4bit_compute_dtype", what, why, view.line("bnb_4bit_compute_dtype", half[word]))
+        yield Finding(key if key in view else "load_in_4bit", what, why, view.line(key, half[word]))
 
 
 @rule("fp16-model", "warning", words=("fp16", "mixed_precision"), source="transformers#36822 (Gemma) and #9295 (T5)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from operator import not_
+from functools import partial
+from operator import is_not, not_
 from typing import Any, NamedTuple
 
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, Rule, Tools, rule
@@ -107,10 +108,6 @@ COMBINATIONS = (
         what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
         why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",
         source="pytorch#169545, pytorch#96693"),
-    combination("length-groups", "information", {"group_by_length": True}, tools=TRAINERS,
-        what="Samples of similar length share a batch.",
-        why="The order of the samples changes, and the loss moves in waves. hwopt's length batching keeps the order.",
-        source="transformers#20810"),
     combination("pin-without-workers", "information",
         {"dataloader_pin_memory": True, "dataloader_num_workers": lambda number: number == 0}, fix={"dataloader_num_workers": 2},
         what="{dataloader_pin_memory} is true with 0 workers.",
@@ -136,18 +133,8 @@ COMBINATIONS = (
         what="{logging_nan_inf_filter} is true.",
         why="A loss that is NaN or infinite is logged as the mean of the others, so that a broken run looks sound.",
         source="transformers, logging_nan_inf_filter"),
-    combination("cpu-ranks", "error",
-        {"num_processes": several, "use_cpu": True, "distributed_type": lambda kind: kind in ("NO", "MULTI_CPU", None)},
-        tools=("accelerate",), fix={"distributed_type": "MULTI_GPU"},
-        what="{use_cpu} is true with several processes.",
-        why="Without mpirun the launcher starts one process, without a warning. MULTI_GPU starts CPU ranks too.",
-        source="accelerate launch --cpu: one process, without a warning"),
 )
-# fmt: on
-
-# fmt: off
-STEPS = {"max_steps": lambda steps: not positive(steps)}
-MIN_LR = {"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "stable_decay")), "lr_scheduler_kwargs": not_}
+STEPS, is_given = {"max_steps": lambda steps: not positive(steps)}, partial(is_not, None)
 IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
 AXOLOTL: Tools = ("axolotl",)
 FACTORY: Tools = ("llama-factory",)
@@ -157,8 +144,9 @@ REFUSED: tuple[tuple[Tools, Mapping[str, Any], Any], ...] = (
     (TRAINERS, {"load_in_8bit": True, "load_in_4bit": True}, {"load_in_8bit": False}),
     (TRAINERS, {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
     (TRAINERS, {"dataloader_persistent_workers": True, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
-    (TRANSFORMERS, MIN_LR, "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
-    *((("accelerate",), {word: given, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
+    (TRANSFORMERS, {"lr_scheduler_type": lambda kind: "min_lr" in str(kind) or "stable" in str(kind), "lr_scheduler_kwargs": not_},
+        "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
+    *((("accelerate",), {word: is_given, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
     *((AXOLOTL, {f"{kind}_steps": positive, other: value}, f"remove {{{kind}_steps}}") for kind in ("save", "eval")
       for other, value in ((f"{kind}s_per_epoch", positive), (f"{kind}_strategy", lambda name: name not in (None, "steps")))),
     (AXOLOTL, {"warmup_steps": positive, "warmup_ratio": positive}, "remove {warmup_ratio}"),
@@ -184,8 +172,9 @@ def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings that the tool refuses together, such as fp16 and bf16, or save_steps and saves_per_epoch of axolotl."""
     for tools, settings, fix in REFUSED:
         if (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items()):
-            given = [(view.spelled(word), view.found(word)) for word in settings]
-            what = ", and ".join(f"{key} is {truncate(found.value) if found else 'not given'}" for key, found in given)
+            found, raw = {word: view.found(word) for word in settings}, view.source.values
+            values = {word: truncate(raw.get(each.key, each.value)) if each else "not given" for word, each in found.items()}
+            what = ", and ".join(f"{view.spelled(word)} is {value}" for word, value in values.items())
             fix = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix)
             yield Finding(next(iter(settings)), f"{what}.", f"{TOOL_NAMES[view.tool]} refuses them together: the run stops.", fix)
 

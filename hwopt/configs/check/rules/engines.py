@@ -19,20 +19,15 @@ from hwopt.errors import InputError
 
 QUANTIZED = ("load_in_4bit", "load_in_8bit")
 ADAPTER_NAMES = ("lora", "peft", "adapter", "dora")
-OFFLOADS = ("zero_offload", "deepspeed.zero_optimization.offload_optimizer.device", "deepspeed")
 
 
 @rule("quantized-training", "error", words=QUANTIZED, source="transformers, Trainer: purely quantized models", tools=TRAINERS)
 def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
     """Quantized weights without an adapter, which leaves nothing to train."""
-    word = next((word for word in QUANTIZED if view.is_on(word)), None)
-    given = view.source.values
-    keys = [key for key, value in given.items() if value not in NOTHING]
-    full = "finetuning_type" in keys  # LLaMA-Factory trains an adapter unless the file says otherwise
-    named = any(part in key for key in keys for part in ADAPTER_NAMES)
-    if view.tool == "axolotl":  # without it, other keys of an adapter have no effect
-        named = "adapter" in keys or "peft" in view.source.top
-    if word and view.lacks("use_peft") and (full if view.tool == "llama-factory" else not named):
+    word = next(filter(view.is_on, QUANTIZED), None)
+    keys = [key for key, value in view.source.values.items() if value not in NOTHING]
+    named = any(part in key for key in keys for part in ADAPTER_NAMES) or view.tool != "transformers"
+    if word and view.lacks("use_peft") and (view.adapter is False or not (view.adapter or named)):
         what = f"{view.spelled(word)} is true, and the file has no adapter."
         why = "transformers stops: quantized weights get no gradients, so that there is nothing to train."
         fix = view.line("use_peft", True) if view.tool == "transformers" else f"remove {view.spelled(word)}, or train LoRA"
@@ -105,15 +100,14 @@ def packing_leak(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("states-offload", "error", words=("optim",), source="accelerate, map_pytorch_optim_to_deepspeed", tools=TRAINERS)
 def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
     """An optimizer with states in 8 bit under ZeRO's offload."""
-    name, (zero, device, file) = str(view.value("optim")), OFFLOADS
-    asked = {word: view.value(word) not in (None, "none", False) for word in (zero, device)}
-    asked[file] = re.search(r"offload(?!\w*param)", str(view.value(file)).lower()) is not None
-    theirs = deepspeed_view(view)
+    name, theirs = str(view.value("optim")), deepspeed_view(view)
+    offload: object = re.search(r"offload(?!\w*param)", str(view.value("deepspeed")).lower())
     if theirs is not None:  # the file itself, whatever its name
-        asked[file] = theirs.source.values.get("zero_optimization.offload_optimizer.device") not in (None, "none")
-    offload = next((word for word, found in asked.items() if found), None)
-    if offload and is_small(name) and (theirs is None or theirs.lacks("optim")):
-        what = f"{name} with {view.spelled(offload)} = {view.value(offload)}."
+        kept = theirs.source.values.get("zero_force_ds_cpu_optimizer") is False
+        device = theirs.source.values.get("zero_optimization.offload_optimizer.device")
+        offload = device not in (None, "none") and not kept and theirs.lacks("optim")
+    if offload and is_small(name):
+        what = f"{name}, and the DeepSpeed configuration offloads the optimizer."
         why = "accelerate replaces it by DeepSpeed's Adam for the CPU, with states in fp32 and L2 decay instead of AdamW's."
         yield Finding("optim", what, why, view.line("optim", "adamw_torch"))
 
@@ -166,22 +160,23 @@ def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("launch-processes", "error", words=("num_processes",), source="accelerate, utils/launch.py", tools=("accelerate",))
 def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     """Processes that the machines, or their cards, do not have."""
-    given = view.source.values
+    given, cpu, one = view.source.values, view.is_on("use_cpu"), "The launcher starts one process, without a warning."
     processes, machines = int(view.number("num_processes") or 0), int(view.number("num_machines") or 1)
     cards, rank, each = str(given.get("gpu_ids", "all")).split(","), given.get("machine_rank"), processes // machines
     if processes % machines:
         what, why = f"{processes} processes on {machines} machines.", f"Each machine starts {each}, by whole-number division."
         yield Finding("num_processes", what, why, view.line("num_processes", max(1, each) * machines))
-    elif cards[0] not in ("all", "None", "") and each > len(cards) and not view.is_on("use_cpu"):
+    elif cards[0] not in ("all", "None", "") and each > len(cards) and not cpu:
         what, why = f"{each} processes on a machine, and gpu_ids names {len(cards)}.", "The others stop: invalid device ordinal."
         yield Finding("num_processes", what, why, view.line("num_processes", len(cards) * machines))
     if isinstance(rank, int) and rank >= machines > 0:
         why = "Ranks of machines begin at 0: the launcher waits for a machine that does not exist."
         yield Finding("num_machines", f"machine_rank is {rank} of {machines} machines.", why, f"machine_rank: {machines - 1}")
-    if view.value("distributed_type") == "NO" and processes > 1 and not view.is_on("use_cpu"):
-        what, why = f"distributed_type is NO with {processes} processes.", "The launcher starts one process, without a warning."
-        fix = f"{view.line('num_processes', 1)}, or {view.line('distributed_type', 'MULTI_GPU')}"
-        yield Finding("num_processes", what, why, fix, "warning")
+    kind = view.value("distributed_type")
+    if processes > 1 and kind in (("NO", "MULTI_CPU", None) if cpu else ("NO",)):
+        what = f"distributed_type is {kind}{' and use_cpu is true' if cpu else ''} with {processes} processes."
+        fix = "num_processes: 1, or distributed_type: MULTI_GPU, which starts CPU ranks too"
+        yield Finding("num_processes", what, one, fix, None if cpu else "warning")
 
 
 FSDP1_KEYS = names("sharding_strategy backward_prefetch forward_prefetch use_orig_params sync_module_states")
@@ -190,33 +185,28 @@ FSDP1_KEYS = names("sharding_strategy backward_prefetch forward_prefetch use_ori
 @rule("fsdp-version", "error", source="accelerate, FullyShardedDataParallelPlugin, to_fsdp2.py, launch.py", tools=("accelerate",))
 def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings of FSDP that its version refuses; a warning for those that have no effect, by version or distributed_type."""
-    table, kind = "fsdp_config", view.value("distributed_type")
-    given = {e.path[-1].removeprefix("fsdp_"): e for e in view.source.entries if e.path[0] == table and e.value is not None}
-    two, stops = str(given["version"].value if "version" in given else 1) == "2", "accelerate stops with a ValueError."
-    values = {word: str(entry.value).lower() for word, entry in given.items()}
-    if not {"version", "sharding_strategy", "auto_wrap_policy"} & given.keys():
-        return
-    if kind not in ("FSDP", None):
+    table, kind = "fsdp_config", view.value("distributed_type", "FSDP")
+    given = {each.path[-1].removeprefix("fsdp_"): each for each in view.source.entries if each.path[0] == table}
+    values = {word: str(each.value).lower() for word, each in given.items() if each.value is not None}
+    if kind != "FSDP" and values.keys() & {"version", "sharding_strategy"}:
         what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
         yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}", "warning")
-    elif two and (old := [given[word].path[-1] for word in given if word in FSDP1_KEYS]):
-        shards = str(values.get("sharding_strategy", "full_shard") in ("full_shard", "hybrid_shard", "1", "4")).lower()
+    if kind != "FSDP":
+        return
+    two, efficient = values.get("version") == "2", values.get("cpu_ram_efficient_loading", "true") == "true"
+    if two and (old := [given[word].path[-1] for word in values if word in FSDP1_KEYS]):
+        shards = values.get("sharding_strategy", "full_shard") in ("full_shard", "hybrid_shard", "1", "4")
         what, why = f"{', '.join(old)}: of FSDP 1; fsdp_version is 2.", "accelerate ignores them with version 2."
-        fix = f"fsdp_reshard_after_forward: {shards} instead of fsdp_sharding_strategy; no others, or fsdp_version: 1"
+        fix = f"fsdp_reshard_after_forward: {str(shards).lower()} instead of fsdp_sharding_strategy; no others"
         yield Finding(f"{table}.{old[0]}", what, why, fix, "warning")
-    for word, wrong, usual in (
-        ("reshard_after_forward", two and values.get("reshard_after_forward", "true") not in ("true", "false"), "true"),
-        ("state_dict_type", two and values.get("state_dict_type") == "local_state_dict", "SHARDED_STATE_DICT"),
-        (
-            "sync_module_states",
-            values.get("cpu_ram_efficient_loading", "true") == "true" and values.get("sync_module_states") == "false",
-            "true",
-        ),
+    for word, wrong, beside, usual in (
+        ("reshard_after_forward", two and values.get("reshard_after_forward") not in ("true", "false"), "version 2", "true"),
+        ("state_dict_type", two and values.get("state_dict_type") == "local_state_dict", "version 2", "SHARDED_STATE_DICT"),
+        ("sync_module_states", efficient and values.get("sync_module_states") == "false", "cpu_ram_efficient_loading", "true"),
     ):
-        if wrong and kind in ("FSDP", None):
-            key = given[word].key
-            beside = "beside fsdp_cpu_ram_efficient_loading" if word == "sync_module_states" else "with fsdp_version 2"
-            yield Finding(key, f"{given[word].path[-1]} is {given[word].value} {beside}.", stops, view.line(key, usual))
+        if word in values and wrong:
+            what = f"{given[word].path[-1]} is {given[word].value} with {beside}."
+            yield Finding(given[word].key, what, "accelerate stops with a ValueError.", view.line(given[word].key, usual))
 
 
 def deepspeed_view(view: View) -> View | None:

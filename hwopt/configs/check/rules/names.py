@@ -5,32 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, metadata
 
+from hwopt.configs import words
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
 from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.launchers import ZERO
+from hwopt.configs.python_file import MODEL_LOADED
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.view import ConfigSetting, Tool, View
-from hwopt.configs.words import (
-    ACCELERATE_VALUES,
-    ARGUMENTS,
-    DEPRECATED_NAMES,
-    FORMER,
-    FORMER_NAMES,
-    FURTHER,
-    MODULES,
-    VALUES,
-    ZERO_KEYS,
-    Former,
-)
 from hwopt.text import truncate
 
-TOOLS = (*TRAINERS, "accelerate")
 ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
 
@@ -43,8 +33,6 @@ def shown(entry: ConfigSetting) -> str:
     return f"{entry.key} = {truncate(entry.value)}"
 
 
-RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
-"""Keyword that classes of TRL and transformers had -> the present one."""
 TRL_CONFIGS = ("SFT", "DPO", "GRPO", "KTO", "RLOO", "Reward", "Model")
 CLASSES = re.compile(r"(transformers|trl|sentence_transformers|peft|accelerate)\.([\w.]+\.)?\w*(Arguments|Config|Trainer)")
 """Classes of the installed libraries whose constructors are looked at."""
@@ -64,23 +52,12 @@ def accepted(name: str) -> frozenset[str] | None:
     return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
 
-GONE = {
-    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
-    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
-    "use_flash_attention_2": 'attn_implementation="flash_attention_2"',
-    "use_auth_token": "token",
-}
-"""Keyword of a model's from_pretrained that transformers 5 no longer has -> the present one."""
-LOADS = re.compile(r"transformers\.\w*Model\w*\.from_pretrained")
-
-
 @cache
 def lacks(module: str, name: str) -> bool:
     """Whether `module`, if it is installed, has no class or function `name`."""
-    try:
+    with suppress(ImportError, RuntimeError, OSError):  # not installed, or its import fails
         return not hasattr(import_module(module), name)
-    except (ImportError, RuntimeError, OSError):  # not installed, or its import fails
-        return False
+    return False
 
 
 @rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
@@ -90,23 +67,25 @@ def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
         return
     for function, name, line in view.source.keywords:
         module, _, cls = function.rpartition(".")
-        package, config, fix, stops = module.partition(".")[0], f"{cls.removesuffix('Trainer')}Config", "", "with a TypeError"
-        if not name:
-            if module not in ("transformers", "trl") or not lacks(module, cls):
-                continue
-            name, cls, stops = cls, "The package", "when it imports it"
-        elif name in GONE and LOADS.fullmatch(function):
-            fix = f"use {GONE[name]}"
-        elif (taken := accepted(function)) is None or name in taken:
-            continue
-        else:
-            near = get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
-            new = FORMER_NAMES[name].instead if name in FORMER_NAMES else RENAMED.get(name) or next(iter(near), "")
-            fix = f"use {new}" if new else f"remove {name}"
+        package, fix, taken = module.partition(".")[0], "", accepted(function)
+        if not name and module in ("transformers", "trl", "peft") and lacks(module, cls):
+            name, whose, why = cls, "", "The script stops when it imports it."
+        elif name in words.GONE and package == "transformers" and MODEL_LOADED.search(function):
+            fix, whose, why = f"use {words.GONE[name]}", f"{cls} of ", "The script stops at it with a TypeError."
+        elif name and taken is not None and name not in taken:
+            config, near = f"{cls.removesuffix('Trainer')}Config", get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
+            new = (
+                words.FORMER_NAMES[name].instead
+                if name in words.FORMER_NAMES
+                else words.RENAMED.get(name) or next(iter(near), "")
+            )
+            fix, whose, why = f"use {new}" if new else f"remove {name}", f"{cls} of ", "The script stops at it with a TypeError."
             if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
                 fix = f"give {moved.pop()} to {config}"
-        what = f"{cls} of {package} {metadata.version(package)} has no {name}."
-        yield Finding("", what, f"The script stops {stops}.", fix, place=f"{view.source.name}:{line}", key=name)
+        else:
+            continue
+        what = f"{whose}{package} {metadata.version(package)} has no {name}."
+        yield Finding("", what, why, fix, place=f"{view.source.name}:{line}", key=name)
 
 
 def refused(view: View) -> set[str]:
@@ -120,9 +99,9 @@ def is_trl(view: View) -> bool:
 
 @rule("former-name", "warning", source="release notes of transformers and TRL; axolotl, schemas/deprecated.py", tools=TRAINERS)
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A name that transformers, TRL or axolotl no longer has."""
+    """A name that transformers, TRL or axolotl no longer has; a note for one that the next version will not have."""
     trl = view.tool == "transformers" and view.source.language != "Python" and is_trl(view)
-    former = {**FORMER[view.tool], **({"max_seq_length": Former(RENAMED["max_seq_length"], "")} if trl else {})}
+    former = {**words.FORMER[view.tool], **({"max_seq_length": words.Former(words.RENAMED["max_seq_length"], "")} if trl else {})}
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
         unset = view.tool == "axolotl" and each.value is None
@@ -133,16 +112,11 @@ def former_name(view: View, facts: Facts) -> Iterator[Finding]:
                 why = "axolotl stops at the key, or takes it with a warning."
             whose = f"transformers {gone}" if gone else "TRL" if trl else view.tool
             yield about(each, f"{whose} has no {name}.", why, f"use {instead}" if instead else f"remove {name}")
-
-
-@rule("deprecated-name", "information", source="transformers 5.23, TrainingArguments", tools=TRANSFORMERS)
-def deprecated_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A name that the next version of transformers will not have."""
-    for each in view.settings.values():
-        for name in DEPRECATED_NAMES.keys() & set(each.path):
-            instead, gone = DEPRECATED_NAMES[name]
+        for name in words.DEPRECATED_NAMES.keys() & set(each.path) if view.tool in TRANSFORMERS and each.word else ():
+            instead, gone = words.DEPRECATED_NAMES[name]
             why = "Version 5 accepts it with a warning; version 4 knows no other name."
-            yield about(each, f"transformers {gone} will have no {name}.", why, f"with version 5 use {instead}")
+            note = about(each, f"transformers {gone} will have no {name}.", why, f"with version 5 use {instead}")
+            yield replace(note, level="information")
 
 
 UNKNOWN: Mapping[Tool, tuple[str, str, Level | None]] = {
@@ -160,14 +134,14 @@ def known_names(view: View) -> frozenset[str]:
     if view.tool == "accelerate":
         return accepted("accelerate.commands.config.config_args.ClusterConfig") or frozenset()
     if view.tool == "transformers":
-        return ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
+        return words.ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
     dialect = next(each for each in DIALECTS if each.tool == view.tool)
-    shared = {word for word in ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
+    shared = {word for word in words.ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
     own = (*dialect.keys, *dialect.reasons, *dialect.telling)
-    return frozenset(shared).union(FURTHER[view.tool], (key.partition(".")[0] for key in own))
+    return frozenset(shared).union(words.FURTHER[view.tool], (key.partition(".")[0] for key in own))
 
 
-@rule("misspelled-name", "warning", source="unsloth#10452 (no effect), LLaMA-Factory#7677 (stops)", tools=tuple(UNKNOWN))
+@rule("misspelled-name", "warning", source="unsloth#10452, LLaMA-Factory#7677; DeepSpeed, config_utils.py", tools=tuple(UNKNOWN))
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a key of the tool, or the name that another tool has for it."""
     whose, why, level = UNKNOWN[view.tool]
@@ -175,23 +149,16 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     given = [each for each in view.unread_as("unknown") if view.source.language != "Python" or len(each.path) == 1]
     given += view.settings.values() if view.tool in ("axolotl", "llama-factory") else ()
     names = known_names(view) if given else frozenset()
-    for name, each in {each.path[end]: each for each in reversed(given)}.items():
-        if name in names or name in FORMER.get(view.tool, ()) or each.place in refused(view):
+    for name, each in {each.path[-1 if each.path[0] == ZERO else end]: each for each in reversed(given)}.items():
+        zero, known = each.path[0] == ZERO, words.ZERO_KEYS if each.path[0] == ZERO else names
+        if name in known or name in words.FORMER.get(view.tool, ()) or each.place in refused(view):
             continue
-        near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], names, n=1, cutoff=ALIKE)
+        near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], known, n=1, cutoff=ALIKE)
         # a key that is longer by a word, such as ref_model_init_kwargs, is not misspelled
         if near and near[0] != name and (each.word or abs(len(near[0]) - len(name)) <= 2):
-            yield replace(about(each, f"{whose} has no {name}.", why, f"use {near[0]}"), level=level)
-
-
-@rule("zero-key", "error", source="DeepSpeed, runtime/config_utils.py: extra keys are forbidden", tools=("deepspeed",))
-def zero_key(view: View, facts: Facts) -> Iterator[Finding]:
-    """A misspelled key of zero_optimization."""
-    for each in view.unread_as("unknown"):
-        name = each.path[-1]
-        near = get_close_matches(name[:80], ZERO_KEYS, n=1, cutoff=ALIKE)
-        if each.path[0] == ZERO and name not in ZERO_KEYS and near:
-            yield about(each, f"{ZERO} has no {name}.", "DeepSpeed stops: the table takes no other keys.", f"use {near[0]}")
+            stops = "DeepSpeed stops: zero_optimization takes no other keys."
+            found = about(each, f"{whose} has no {name}.", stops if zero else why, f"use {near[0]}")
+            yield replace(found, level="error" if zero else level)
 
 
 @rule("not-a-value", "error", source='notes.md#rtx-3070-16-or-32-rows: "16  ← Actually 16, not 96!"')
@@ -202,11 +169,16 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("value-name", "error", source="transformers: OptimizerNames, SchedulerType; accelerate: utils/constants.py", tools=TOOLS)
+@rule(
+    "value-name",
+    "error",
+    source="transformers, OptimizerNames; accelerate",
+    tools=(*TRAINERS, "accelerate"),
+)
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that transformers or accelerate does not have, such as an optimizer. Of open lists only almost the same names."""
     accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
-    for word, known in (ACCELERATE_VALUES if accelerate else VALUES).items():
+    for word, known in (words.ACCELERATE_VALUES if accelerate else words.VALUES).items():
         name = str(found.value) if (found := view.found(word)) and found.value is not None else next(iter(known))
         if known & ({name, name.upper(), name.lower()} if accelerate else {name}) or name in ("adamw_hf", "adamw_apex_fused"):
             continue  # transformers 4 has these optimizers too
@@ -224,8 +196,8 @@ def module_name(view: View, facts: Facts) -> Iterator[Finding]:
     given = view.value("lora_target_modules")
     for name in given if isinstance(given, list) else str(given).split(","):
         name = str(name).strip()
-        near = get_close_matches(name[:80], MODULES - {name}, n=1, cutoff=0.83)
-        if near and name not in MODULES and not re.fullmatch(r"(\w\w?_)+proj|.*\d", name):
+        near = get_close_matches(name[:80], words.MODULES - {name}, n=1, cutoff=0.83)
+        if near and name not in words.MODULES and not re.fullmatch(r"(\w\w?_)+proj|.*\d", name):
             what = f"{view.spelled('lora_target_modules')} has {truncate(name)}; models have {near[0]}."
             why = "PEFT leaves out a name that no layer has, without a message, if it finds another one."
             yield Finding("lora_target_modules", what, why, f"write {near[0]}")
