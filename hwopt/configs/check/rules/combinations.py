@@ -144,7 +144,7 @@ REFUSED: tuple[tuple[Tools, Mapping[str, Any], Any], ...] = (
     (TRAINERS, {"load_in_8bit": True, "load_in_4bit": True}, {"load_in_8bit": False}),
     (TRAINERS, {"dataloader_prefetch_factor": is_number, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
     (TRAINERS, {"dataloader_persistent_workers": True, "dataloader_num_workers": not_}, {"dataloader_num_workers": 2}),
-    (TRANSFORMERS, {"lr_scheduler_type": lambda kind: "min_lr" in str(kind) or "stable" in str(kind), "lr_scheduler_kwargs": not_},
+    (TRANSFORMERS, {"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "decay")), "lr_scheduler_kwargs": not_},
         "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
     *((("accelerate",), {word: is_given, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
     *((AXOLOTL, {f"{kind}_steps": positive, other: value}, f"remove {{{kind}_steps}}") for kind in ("save", "eval")
@@ -172,11 +172,10 @@ def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings that the tool refuses together, such as fp16 and bf16, or save_steps and saves_per_epoch of axolotl."""
     for tools, settings, fix in REFUSED:
         if (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items()):
-            found, raw = {word: view.found(word) for word in settings}, view.source.values
-            values = {word: truncate(raw.get(each.key, each.value)) if each else "not given" for word, each in found.items()}
-            what = ", and ".join(f"{view.spelled(word)} is {value}" for word, value in values.items())
-            fix = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix)
-            yield Finding(next(iter(settings)), f"{what}.", f"{TOOL_NAMES[view.tool]} refuses them together: the run stops.", fix)
+            found, raw = ((word, view.found(word)) for word in settings), view.source.values
+            values = (f"{view.spelled(key)} is {truncate(raw.get(e.key, e.value)) if e else 'not given'}" for key, e in found)
+            fix, why = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix), "refuses them together, and stops."
+            yield Finding(next(iter(settings)), f"{', and '.join(values)}.", f"{TOOL_NAMES[view.tool]} {why}", fix)
 
 
 class Range(NamedTuple):
