@@ -26,6 +26,7 @@ from hwopt.text import cut, truncate
 
 NO_MODEL = 'The file names no model. This is BERT-base with random weights, to plan with: give name = "…" before a run'
 NO_DATA = "The file names no data: give a file or a hub name before a run"
+OTHER_METHOD = "trains preferences or rewards; the job is supervised training. Keep your trainer, with hwopt.optimized"
 JOB_TABLES = ("model", "task", "data", "training")
 
 
@@ -46,7 +47,8 @@ class Imported:
         keys = f"{len(taken)} setting{'s' * (len(taken) != 1)}"
         yield f"{view.source.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
         yield "fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]
-        yield "changes:", [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]
+        changes = [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]
+        yield "changes:", [f"{view.preferences}: {OTHER_METHOD}"] * bool(view.preferences) + changes
         for title, left in self.translation.lists():
             yield title[0].lower() + title[1:], [f"{each.place}: {described(each, 40)}" for each in left]
         yield "next:", [f"hwopt check {profile}", f"hwopt plan {job} --profile {profile}"]

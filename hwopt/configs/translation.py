@@ -70,7 +70,8 @@ def translate(view: View, registry: Registry, kind: str | None = None) -> Transl
     options = Options(registry, found)
     kind = kind or view.value("task", TaskOptions().kind)
     schedule = {word: view.value(word) for word in ("lr_scheduler_type", SCHEDULE_OPTIONS) if word in view}
-    for setting in view.settings.values():
+    # the type of the loaded weights gives way to that of the products
+    for setting in sorted(view.settings.values(), key=lambda each: each.word == "torch_dtype"):
         if setting.reason:  # a guess, listed with what could not be read
             continue
         try:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from hwopt.configs.python_file import PARTS
 from hwopt.configs.source_file import Entry, SourceFile
 from hwopt.configs.words import ARGUMENTS, SCHEDULE_OPTIONS, NotReadable, number, typed
 
@@ -67,6 +68,11 @@ def is_number(value: Any) -> bool:
 TRL_KEYS = {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eos_token", "chat_template_path"}
 TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
 """Keys of the files that TRL's command line reads, which trains all weights unless `use_peft` is true."""
+
+PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
+"""Keys of trainings with preferences or rewards."""
+REWARDS = ("rl", "reward_model", "process_reward_model")
+SFT_LOSSES = ("nll", "dft", "chunked_nll")
 
 
 @dataclass
@@ -198,6 +204,20 @@ class View:
         if self.tool == "llama-factory":
             return {"lora": True, "full": False}.get(str(self.source.values.get("finetuning_type", "lora")))
         return False if self.is_hwopt or TRL_KEYS & self.source.top else None
+
+    @property
+    def preferences(self) -> str:
+        """The class or the key by which the file trains preferences or rewards; "" if it trains texts."""
+        keys = {entry.path[-1]: entry.value for entry in self.source.entries}
+        if keys.get("loss_type") in SFT_LOSSES:
+            del keys["loss_type"]
+        classes = [call.split()[0] for call in self.source.calls]
+        found = [name for name in classes if name.endswith("Config") and name not in ("SFTConfig", *PARTS)]
+        found += ["stage"] if self.source.values.get("stage") not in (None, "sft", "pt") else []
+        found += [
+            key for key in keys if key in PREFERENCES or (key in ("rl", "reward_model", "process_reward_model") and keys[key])
+        ]
+        return next(iter(found), "")
 
     @property
     def ranks(self) -> int:

@@ -248,3 +248,12 @@ def test_comments_with_control_characters_cannot_add_lines(tmp_path: Path) -> No
 def test_profile_has_a_valid_name() -> None:
     names = ["a b.yaml", "é.yaml", "x" * 90 + ".yml"]
     assert [profile_name(Path(name)) for name in names] == ["a_b", "imported", "x" * 80]
+
+
+def test_training_with_preferences_is_named_and_weights_give_way_to_products(tmp_path: Path) -> None:
+    path = tmp_path / "dpo.yaml"
+    path.write_text("torch_dtype: float16\nbf16: true\nbeta: 0.1\ndataset_train_split: train\n")
+    found = import_file(path, Inputs())
+    assert 'dtype = "bf16"' in found.profile
+    (change,) = dict(found.summary(tmp_path))["changes:"]
+    assert change.startswith("beta: trains preferences or rewards; the job is supervised training.")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from math import ceil, gcd, sqrt
 
 from hwopt.configs.check import Facts, Finding, rule
-from hwopt.configs.python_file import PARTS
 from hwopt.configs.view import View, is_number
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
@@ -24,7 +23,6 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 """Learning rate of fine-tuning with AdamW at that many rows a step (Devlin et al. 2019: 2e-5 to 5e-5), ten times that for LoRA
 (Hu et al. 2022: 2e-4), and the factor beyond which a rate is far from it."""
 
-PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
 SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b", re.IGNORECASE)
 """Names of language models below 1 B parameters: SmolLM-360M is fine-tuned with 1e-3."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
@@ -47,7 +45,7 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
     effective, steps, rows = view.effective_rows, view.number(ACCUMULATION), facts.rows
     if effective is None or view.train_rows is None or steps is None or view.is_on("packing"):
         return
-    if ranks_unknown(view) or trains_preferences(view) or any("layerwise" in entry.key for entry in view.source.entries):
+    if ranks_unknown(view) or view.preferences or any("layerwise" in entry.key for entry in view.source.entries):
         return
     tokens = effective * (view.number("max_length") or 0)
     if tokens >= TOKENS_OF_A_STEP and rows is None and view.value("task") != "text-classification":
@@ -124,14 +122,6 @@ def ranks_unknown(view: View) -> bool:
     return several and "num_processes" not in view and not view.is_hwopt
 
 
-def trains_preferences(view: View) -> bool:
-    """Whether the file trains preferences or rewards, with a class of TRL or a stage of its own."""
-    keys = {entry.path[-1]: entry.value for entry in view.source.entries}
-    classes = [call.split()[0] for call in view.source.calls]
-    other = any(name.endswith("Config") and name not in ("SFTConfig", *PARTS) for name in classes)
-    return other or bool(keys.keys() & PREFERENCES or keys.get("stage") not in (None, "sft", "pt") or keys.get("rl"))
-
-
 def has_usual_rate(view: View) -> bool:
     """Whether AdamW's usual rates hold: not from scratch, or if the adapter is unknown; below 1 B only for preferences."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
@@ -141,7 +131,7 @@ def has_usual_rate(view: View) -> bool:
         or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
     )
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
-    small = SMALL.search(str(view.value("model_name_or_path"))) and not trains_preferences(view)
+    small = SMALL.search(str(view.value("model_name_or_path"))) and not view.preferences
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
@@ -160,13 +150,13 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
-    if rate > usual * FAR and trains_preferences(view):
+    if rate > usual * FAR and view.preferences:
         what = (
             f"{view.spelled('learning_rate')} is {rate:g}; preferences are trained with less than the {usual:.1g} of other data."
         )
         why = "Training can diverge. TRL's default for DPO is 1e-6, and recipes take 5e-7 to 5e-5."
         yield Finding("learning_rate", what, why, view.line("learning_rate", 5e-6 if adapter else 1e-6))
-    elif not usual / FAR <= rate <= usual * FAR and not trains_preferences(view):
+    elif not usual / FAR <= rate <= usual * FAR and not view.preferences:
         method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
         what = f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}."

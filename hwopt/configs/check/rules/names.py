@@ -13,12 +13,11 @@ from importlib import import_module, metadata
 
 from hwopt.configs import words
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Level, rule
-from hwopt.configs.check.rules.batch import PREFERENCES
 from hwopt.configs.dialects import DIALECTS
 from hwopt.configs.launchers import ZERO
 from hwopt.configs.python_file import MODEL_LOADED
 from hwopt.configs.recognise import TRL_WORDS
-from hwopt.configs.view import ConfigSetting, Tool, View
+from hwopt.configs.view import PREFERENCES, ConfigSetting, Tool, View
 from hwopt.text import truncate
 
 ALIKE = 0.85
