@@ -220,6 +220,11 @@ class View:
         return next(iter(found), "")
 
     @property
+    def rewards(self) -> bool:
+        """Whether the file trains a reward model: with the loss of a classification, at the rates of other data."""
+        return self.preferences in ("RewardConfig", "PRMConfig", *REWARDS[1:]) or self.source.values.get("stage") == "rm"
+
+    @property
     def ranks(self) -> int:
         """The number of processes, if the file says it; else 1."""
         return int(self.number("num_processes") or 1)

@@ -131,7 +131,7 @@ def has_usual_rate(view: View) -> bool:
         or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
     )
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
-    small = SMALL.search(str(view.value("model_name_or_path"))) and not view.preferences
+    small = SMALL.search(str(view.value("model_name_or_path"))) and (view.rewards or not view.preferences)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
@@ -150,13 +150,14 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     if rate is None or not 0 < rate <= 1 or rows is None or "adam" not in str(view.value("optim", "adamw")):
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
-    if rate > usual * FAR and view.preferences:
+    preferences = view.preferences and not view.rewards
+    if rate > usual * FAR and preferences:
         what = (
             f"{view.spelled('learning_rate')} is {rate:g}; preferences are trained with less than the {usual:.1g} of other data."
         )
         why = "Training can diverge. TRL's default for DPO is 1e-6, and recipes take 5e-7 to 5e-5."
         yield Finding("learning_rate", what, why, view.line("learning_rate", 5e-6 if adapter else 1e-6))
-    elif not usual / FAR <= rate <= usual * FAR and not view.preferences:
+    elif not usual / FAR <= rate <= usual * FAR and not preferences:
         method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
         what = f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}."
