@@ -91,6 +91,11 @@ MODULES = names("""
     k_lin v_lin out_lin lin1 lin2 ff_proj ff_out all-linear embed_tokens lm_head
 """)
 """Names of linear layers in models of transformers, for adapters."""
+FAMILIES = {
+    "llama2": r"llama-?2", "llama3": r"llama-?3", "llama4": r"llama-?4", "qwen": r"qwen|qwq", "gemma": r"gemma",
+    "mistral": r"mi[sx]tral", "phi": r"phi-?\d", "glm": r"glm",
+}
+"""How the templates of LLaMA-Factory for a family of models begin -> how the names of its models look."""
 REMOVED = """
     fp16_backend half_precision_backend overwrite_output_dir save_safetensors tpu_num_cores tpu_metrics_debug
     past_index ray_scope jit_mode_eval use_ipex use_mps_device use_legacy_prediction_loop mp_parameters

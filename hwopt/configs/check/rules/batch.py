@@ -151,7 +151,7 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
         return
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
     preferences = view.preferences and not view.rewards
-    if rate > usual * FAR and preferences:
+    if rate > usual * FAR / 2 and preferences:
         what = (
             f"{view.spelled('learning_rate')} is {rate:g}; preferences are trained with less than the {usual:.1g} of other data."
         )

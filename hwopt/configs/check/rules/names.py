@@ -202,6 +202,16 @@ def module_name(view: View, facts: Facts) -> Iterator[Finding]:
             yield Finding("lora_target_modules", what, why, f"write {near[0]}")
 
 
+@rule("chat-template", "warning", words=("template",), source="LLaMA-Factory, data/template.py", tools=("llama-factory",))
+def chat_template(view: View, facts: Facts) -> Iterator[Finding]:
+    """The chat template of another family of models, for a model that was trained on conversations."""
+    name, template = str(view.value("model_name_or_path")).lower().rpartition("/")[2], str(view.source.values["template"])
+    own = [family for family, look in words.FAMILIES.items() if re.search(look, name) and re.search(r"instruct|chat|-it\b", name)]
+    if own and (asked := {family for family in words.FAMILIES if template.startswith(family)}) and asked.isdisjoint(own):
+        why = "The model learns other marks of turns than it was trained with: answers get worse, and may not end."
+        yield Finding("template", f"template is {template} for {name}.", why, view.line("template", own[0]))
+
+
 @rule("key-twice", "warning", source="notes.md#rtx-3070-48-rows: the file before and after in one block")
 def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that the file gives twice; the last one counts."""
