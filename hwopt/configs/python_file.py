@@ -83,13 +83,16 @@ class PythonScript:
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.values: dict[str, ast.expr] = {}
-        invoked = {called(call) for call in self.calls}
+        starts = [call for call in self.calls if called(call) in ("Fire", "run")]  # of fire and typer
+        fired = {name.id for call in starts for name in call.args if isinstance(name, ast.Name)}
+        invoked = {node.id for node in nodes if isinstance(node, ast.Name)} - fired
+        invoked |= {"__init__", *(called(call) for call in self.calls)}
         for node in nodes:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
                     self.values[targets[0].id] = node.value
-            elif isinstance(node, ast.FunctionDef) and node.name not in invoked:  # such as one for fire.Fire
+            elif isinstance(node, ast.FunctionDef) and node.name not in invoked:
                 names, defaults = [*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1]
                 given = dict(zip(names, defaults, strict=False)) | dict(
                     zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)

@@ -126,9 +126,11 @@ def train(warmup_steps=30, steps=4):
         "o", num_train_epochs=config.epochs, seed=Config.seed, learning_rate=args.learning_rate, max_steps=args.max_steps,
         per_device_train_batch_size=TABLE["run"]["rows"], weight_decay=TABLE["decay"], gradient_accumulation_steps=steps, **own)
 def main(warmup_steps=30, save_steps=60):
+    mp.spawn(run, args=(1,))
+def run(eval_steps=7):
     ...
 fire.Fire(main)
-trainer = TrainingArguments("o", save_steps=save_steps)
+trainer = TrainingArguments("o", save_steps=save_steps, eval_steps=eval_steps)
 """
 
 
@@ -140,4 +142,5 @@ def test_fields_options_keys_and_defaults_of_functions_are_resolved_where_the_sc
     }  # fmt: skip
     unread = {each.key for each in found.unread_as("interpolation")}
     assert unread == {"max_steps", "gradient_accumulation_steps", "bf16"}
-    assert values(view(STYLES.partition("fire.Fire(main)\n")[2] + STYLES))["save_steps"] == 60
+    last = values(view(STYLES.partition("fire.Fire(main)\n")[2] + STYLES))
+    assert last == {"output_dir": "o", "save_steps": 60}
