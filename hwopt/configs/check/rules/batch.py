@@ -15,7 +15,7 @@ MOST_EVAL_RATIO = 4
 ROWS_OF_A_STEP = ((10_000, 64), (1_000, 16), (0, 8))
 """(rows of the data from which it counts, smallest usual step), the largest first. 64 to 128 for 20k rows:
 docs/notes.md#rtx-3070-16-or-32-rows."""
-UNKNOWN_DATA_ROWS = 32
+UNKNOWN_DATA_ROWS = 16
 """Smallest usual step if the data's size is unknown: Devlin et al. 2019, appendix A.3, fine-tune with 16 and 32."""
 TOKENS_OF_A_STEP = 8_192
 """A step with so many tokens is large enough whatever its rows: packed or long samples."""
