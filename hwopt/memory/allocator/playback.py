@@ -8,16 +8,16 @@ played until it needs no more memory than before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
+from hwopt.memory.allocator.gradients import GRADIENTS, added_gradients, late_casts, summed_gradients
 from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Timeline, largest
 
-GRADIENTS = KINDS.index("gradients")
 STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
 State = Literal["exists", "missing", "created"]
@@ -90,16 +90,6 @@ def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def summed_gradients(step: Timeline) -> list[int]:
-    """Return the storages of the gradients that the micro-batches of a step add to; none if it has one micro-batch.
-
-    Graphs hold their addresses, so they stay allocated between the steps.
-    """
-    first = step.events[step.before : step.phases[0]]
-    numbers = first[first > 0] - 1
-    return [int(number) for number in numbers[step.kinds[numbers] == GRADIENTS]]
-
-
 def reserved_beside_pool(largest: Sequence[Timeline], evaluation: Timeline, pooled: Timeline) -> int:
     """Return what is reserved once the passes of `pooled` are captured into a pool of their own, which keeps its memory.
 
@@ -129,20 +119,6 @@ def reserved_beside_pool(largest: Sequence[Timeline], evaluation: Timeline, pool
         elif all_captured and event < 0 and number in training.live:
             common.release(training.live.pop(number))
     return own.reserved + common.reserved
-
-
-def added_gradients(step: Timeline, summed: Collection[int]) -> set[int]:
-    """Return the storages that the backward pass of `step` adds to the gradients `summed`."""
-    passes = int(step.ends[step.update - 1]) if step.update else 0
-    places = np.flatnonzero(np.isin(step.operands[:passes], list(summed)))
-    found = set()
-    for operation in np.unique(np.searchsorted(step.ends, places, side="right")).tolist():
-        begin = int(step.ends[operation - 1]) if operation else 0
-        operands = set(step.operands[begin : int(step.ends[operation])].tolist())
-        other = operands - set(summed)
-        if len(operands) == 2 and len(other) == 1:
-            found |= {number for number in other if number >= step.before}
-    return found
 
 
 class Player:
@@ -179,6 +155,14 @@ class Player:
         freed_after = {-event for event in passes[last_allocation:]}
         return frozenset(event - 1 for event in forward if event > 0 and event in freed_after)
 
+    def with_late_casts(self) -> list[int]:
+        """Return the events of a later micro-batch of a step, which finds the copies of the weights in half precision."""
+        late = late_casts(self.timeline, self.summed, self.added)
+        passes, update, moved = self.events[: self.update], self.events[self.update :], set(late)
+        rest = [event for event in passes if event not in moved]
+        end = max((place for place, event in enumerate(rest, 1) if -event - 1 not in self.copies), default=0)
+        return [*rest[:end], *late, *rest[end:], *update]
+
     def micro_batch(self, state: State = "exists", *, first: bool = True, last: bool = True) -> Peak:
         """Play a micro-batch, of its step the first one, the last one, both or neither. The last one is followed by the update.
 
@@ -194,7 +178,7 @@ class Player:
         for number, block in live.items():
             parts[kinds[number]] += block.size
         most, at_most = allocator.allocated, parts.copy()
-        for place, event in enumerate(self.events):
+        for place, event in enumerate(self.events if first or not self.copies else self.with_late_casts()):
             if place == self.update:
                 if first:
                     live |= {number: made[sizes[number]].pop() for number in self.summed}
