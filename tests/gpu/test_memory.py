@@ -71,11 +71,17 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("config", [BERT, LLAMA | {"tie_word_embeddings": True}], ids=["bert", "tied"])
-def test_gradients_in_half_precision_wait_for_their_cast_in_later_micro_batches(config: dict[str, Any], tmp_path: Path) -> None:
-    """Micro-batches so small that the gradients decide the peak."""
+@pytest.mark.parametrize(
+    ("config", "tables"),
+    [(BERT, {}), (BERT, {"checkpointing": {}}), (LLAMA | {"tie_word_embeddings": True}, {})],
+    ids=["bert", "checkpointing", "tied"],
+)
+def test_gradients_in_half_precision_wait_for_their_cast_in_later_micro_batches(
+    config: dict[str, Any], tables: dict[str, Any], tmp_path: Path
+) -> None:
+    """Micro-batches so small that the gradients decide the peak. With checkpointing each one casts the weights itself."""
     job = tiny_job(tmp_path, "text-classification" if config is BERT else "causal-lm", config=config)
-    plan = plan_for(tiny_profile(sdpa={}, precision={"dtype": "bf16"}, **FUSED), job)
+    plan = plan_for(tiny_profile(sdpa={}, precision={"dtype": "bf16"}, **tables, **FUSED), job)
     trace = trace_plan(plan, 16, Head(2))
     predicted = played_run([trace.train.at(2, 16)] * 2, [trace.eval.at(2, 16)])
     assert predicted.train.bytes == pytest.approx(measure(plan, Shape(2, 16), Head(2)).train, rel=0.005)

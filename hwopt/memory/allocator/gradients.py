@@ -41,13 +41,14 @@ def added_gradients(step: Timeline, summed: Collection[int]) -> set[int]:
     return found
 
 
-def late_casts(step: Timeline, summed: Collection[int], added: Collection[int]) -> list[int]:
+def late_casts(step: Timeline, summed: Collection[int], added: Collection[int], copies: Collection[int]) -> list[int]:
     """Return the events of the casts of gradients to fp32, as a later micro-batch of a step makes them.
 
-    Autocast casts the weights in the first one, and autograd computes what was called last first. So each gradient in half
-    precision waits for its cast until the end of the backward pass. The result is added to what the same weight got elsewhere in
-    the micro-batch, as tied embeddings do, which then waits too.
+    Autocast casts the weights in the first one, which keeps the `copies`, and autograd computes first what was called last. So
+    each gradient in half precision waits for its cast until the end of the backward pass. The result is added to what the same
+    weight got elsewhere in the micro-batch, as tied embeddings do, which then waits too.
     """
+    kept = {float(step.sizes[number]) for number in copies}
     used = defaultdict[int, list[int]](list)  # number of `added` -> the other storage of its operations, in order
     for operands in operations_with(step, added):
         for number in operands & set(added) if len(operands) == 2 else ():
@@ -55,7 +56,7 @@ def late_casts(step: Timeline, summed: Collection[int], added: Collection[int]) 
     events = []
     for number in sorted(used):
         half, *others = used[number]
-        if half >= step.before and step.sizes[number] == 2 * step.sizes[half]:
+        if half >= step.before and step.sizes[number] == 2 * step.sizes[half] and step.sizes[half] in kept:
             elsewhere = [other for other in others if other not in summed][:1]
             events += [number + 1, *(-each - 1 for each in (half, number, *elsewhere))]
     return events

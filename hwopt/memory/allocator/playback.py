@@ -157,7 +157,7 @@ class Player:
 
     def with_late_casts(self) -> list[int]:
         """Return the events of a later micro-batch of a step, which finds the copies of the weights in half precision."""
-        late = late_casts(self.timeline, self.summed, self.added)
+        late = late_casts(self.timeline, self.summed, self.added, self.copies)
         passes, update, moved = self.events[: self.update], self.events[self.update :], set(late)
         rest = [event for event in passes if event not in moved]
         end = max((place for place, event in enumerate(rest, 1) if -event - 1 not in self.copies), default=0)

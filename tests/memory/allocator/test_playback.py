@@ -92,23 +92,24 @@ def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
 
 
 def test_later_micro_batches_cast_gradients_at_the_end_of_the_backward_pass() -> None:
-    """Weights of 100 MiB, two gradients of 30, copies of 50, activations of 200; gradients of 15 in half precision are cast to 30.
+    """Weights of 100 MiB, two gradients of 30, a copy of 15, activations of 200; gradients of 15 are cast to 30.
 
     The first of the two weights is used elsewhere too: what it gets there, another 30, waits for the cast.
     """
     events = [2, 3, 4, 5, 6, 7, -6, 8, 9, -8, -9, -5, 10, -10, -7, -4, -3, -2]
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "gradients", *["activations"] * 7)])
-    step = replace(timeline([100, 30, 30, 50, 200, 15, 30, 15, 30, 30], events, before=1), kinds=kinds, phases=np.array([5, 17]))
+    step = replace(timeline([100, 30, 30, 15, 200, 15, 30, 15, 30, 30], events, before=1), kinds=kinds, phases=np.array([5, 17]))
     operands = [(5, 6), (7, 8), (2, 8), (6, 9), (1, 6)]  # cast, cast, add, add, add
     step = replace(step, operands=np.array(operands).ravel(), ends=np.arange(2, 11, 2), update=5)
-    assert late_casts(step, {1, 2}, {6, 8}) == [7, -6, -7, -10, 9, -8, -9]
+    assert late_casts(step, {1, 2}, {6, 8}, {3}) == [7, -6, -7, -10, 9, -8, -9]
     _, peak = played_step(Player(timeline([100], [], before=1), CachingAllocator()), [step])
-    assert peak.bytes == (100 + 50 + 200 + 30 + 16 + 30) * MIB, "blocks of 16 MiB"
+    assert peak.bytes == (100 + 16 + 200 + 30 + 16 + 30) * MIB, "blocks of 16 MiB"
     player, peak = played_step(Player(timeline([100], [], before=1), CachingAllocator()), [step, step])
-    assert peak.bytes == (100 + 60 + 50 + 200 + 16 + 16) * MIB
+    assert peak.bytes == (100 + 60 + 16 + 200 + 16 + 16) * MIB
     assert player.allocator.allocated == 100 * MIB
     others = replace(step, sizes=step.sizes * [1, 1, 1, 1, 1, 2, 1, 2, 1, 1])
-    assert late_casts(others, {1, 2}, {6, 8}) == [], "gradients that were in fp32 before"
+    assert late_casts(others, {1, 2}, {6, 8}, {3}) == [], "gradients that were in fp32 before"
+    assert late_casts(step, {1, 2}, {6, 8}, {}) == [], "with checkpointing the weights are cast again"
 
 
 def test_cpu_reserves_nothing() -> None:
