@@ -93,36 +93,47 @@ class PythonScript:
                 if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
                     self.values[targets[0].id] = node.value
             elif isinstance(node, ast.FunctionDef) and node.name not in invoked:
-                names, defaults = [*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1]
-                given = dict(zip(names, defaults, strict=False)) | dict(
-                    zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-                )
-                self.values |= {each.arg: value for each, value in given.items() if value is not None and bound[each.arg] == 1}
+                plain = zip([*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1], strict=False)
+                given = (*plain, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+                self.values |= {each.arg: value for each, value in given if value is not None and bound[each.arg] == 1}
         fields = list(self.fields())
         once = Counter(name for name, _ in fields)
         self.attributes = {name: value for name, value in fields if value is not None and once[name] == 1}
         self.stored: dict[str, dict[str | None, ast.expr]] = {}
         for node in nodes:
             match node:
-                case ast.Subscript(value=ast.Name(id=name), slice=key, ctx=ast.Store()):
-                    self.stored.setdefault(name, {})[str(key.value) if isinstance(key, ast.Constant) else None] = node
+                case ast.Subscript(ctx=ast.Store() | ast.Del()):
+                    outer = node
+                    while isinstance(outer.value, ast.Subscript):
+                        outer = outer.value
+                    if isinstance(outer.value, ast.Name):
+                        self.stored.setdefault(outer.value.id, {})[key_of(outer.slice)] = node
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")):
-                    self.stored.setdefault(name, {})[None] = node
+                    self.stored.setdefault(name, {}).update({key: node for key, _ in items(node) or ()})
 
     def fields(self) -> Iterator[tuple[str, ast.expr | None]]:
-        """(name, value) of the attributes that classes, argparse and assignments set; None: not known, or no default."""
+        """(name, value) of the attributes that classes, argparse, calls and assignments set; None: not known, or no default."""
+        own: dict[str, set[str]] = {}  # class of the script -> its fields
         for node in self.nodes:
             match node:
-                case ast.ClassDef(body=body):
+                case ast.ClassDef(name=name, bases=bases, body=body):
+                    own[name] = set().union(*(own.get(ast.unparse(base), ()) for base in bases))
                     for each in body:
                         if isinstance(each, ast.Assign | ast.AnnAssign):
                             target, value = each.targets[0] if isinstance(each, ast.Assign) else each.target, each.value
                             field = isinstance(value, ast.Call) and called(value) == "field"
+                            own[name].add(ast.unparse(target))
                             yield ast.unparse(target), argument(value, "default") if field else value
-                case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str(option))]):
+                case ast.Call(func=ast.Attribute(attr="add_argument"), args=options):
+                    words = (argument(node, "dest"), *sorted(options, key=lambda each: not ast.unparse(each).startswith("'--")))
                     value = argument(node, "default")
                     none = isinstance(value, ast.Constant) and value.value is None
-                    yield option.lstrip("-").replace("-", "_"), None if none else value
+                    yield str(next(filter(None, map(key_of, words)), "")).lstrip("-").replace("-", "_"), None if none else value
+                case ast.Call(args=args, keywords=given):
+                    names, theirs = {each.arg for each in given}, own.get(called(node), set())
+                    some = theirs if args or None in names else names & theirs
+                    changed = names if called(node) in ("replace", "set_defaults") else some
+                    yield from ((str(name), None) for name in changed)
                 case ast.Attribute(attr=name, ctx=ast.Store()):
                     yield name, None
 
@@ -177,10 +188,14 @@ class PythonScript:
             yield name, value, line
             return
         stored = self.stored.get(value.id, {}) if isinstance(value, ast.Name) else {}
-        for key, part in table:
-            if key not in stored:
-                yield from self.given(key, part, part.lineno)
-        yield from ((key, part, part.lineno) for key, part in stored.items())
+        found: dict[str | None, tuple[ast.expr, int]] = {}
+        for key, part in (*table, *stored.items()):
+            known = key is not None or part in stored.values()
+            for word, each, place in [(key, part, part.lineno)] if known else self.given(None, part, part.lineno):
+                if word is None:  # it may change the keys before it
+                    found = dict.fromkeys(found, (each, place))
+                found[word] = each, place
+        yield from ((word, *each) for word, each in found.items())
 
     def entry(self, path: tuple[str, ...], value: ast.expr, line: int) -> Iterator[Entry]:
         behind = self.behind(value)
@@ -205,10 +220,8 @@ class PythonScript:
                 found = self.values.get(name)
             case ast.Attribute(attr=name):
                 found = self.attributes.get(name)
-            case ast.Subscript(value=table, slice=ast.Constant(value=key)):
-                stored = self.stored.get(table.id, {}) if isinstance(table, ast.Name) else {}
-                if not {str(key), None} & stored.keys():
-                    found = dict(items(self.behind(table)) or ()).get(str(key))
+            case ast.Subscript(value=table, slice=ast.Constant(value=key), ctx=ast.Load()):
+                found = {word: value for word, value, _ in self.given(None, table, 0)}.get(str(key))
         return node if found is None or not depth else self.behind(found, depth - 1)
 
     def value(self, node: ast.expr) -> Any:
@@ -240,13 +253,18 @@ class PythonScript:
                         yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
 
 
+def key_of(node: ast.expr | None) -> str | None:
+    """The key or name that a literal is; None if only a run of the script knows it."""
+    return str(node.value) if isinstance(node, ast.Constant) else None
+
+
 def items(table: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-    """The keys and values of a dictionary, or of a call of `dict`; key None: not known, or `**`. None: it is neither."""
+    """The keys and values of a dictionary, or a call of `dict` or `update`; key None: not known, or `**`. None: another node."""
     if isinstance(table, ast.Dict):
-        names = [str(key.value) if isinstance(key, ast.Constant) else None for key in table.keys]
-        return list(zip(names, table.values, strict=True))
-    if isinstance(table, ast.Call) and called(table) == "dict":
-        return [(each.arg, each.value) for each in table.keywords]
+        return list(zip(map(key_of, table.keys), table.values, strict=True))
+    if isinstance(table, ast.Call) and called(table) in ("dict", "update"):
+        first = chain.from_iterable(items(each) or [(None, each)] for each in table.args)
+        return [*first, *((each.arg, each.value) for each in table.keywords)]
     return None
 
 

@@ -144,3 +144,24 @@ def test_fields_options_keys_and_defaults_of_functions_are_resolved_where_the_sc
     assert unread == {"max_steps", "gradient_accumulation_steps", "bf16"}
     last = values(view(STYLES.partition("fire.Fire(main)\n")[2] + STYLES))
     assert last == {"output_dir": "o", "save_steps": 60}
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "value"),
+    [
+        ("class C:\n    lr = 1e-2\nc = C(lr=2e-5)", "learning_rate=c.lr", None),
+        ("class C:\n    lr = 1e-2\nclass D(C):\n    x = 1\nc = D(2e-5)", "learning_rate=c.lr", None),
+        ("class C:\n    lr = 1e-2\nc = replace(C(), lr=2e-5)", "learning_rate=c.lr", None),
+        ("p.add_argument('--lr', default=1e-2)\np.set_defaults(lr=2e-5)", "learning_rate=a.lr", None),
+        ("p.add_argument('--rate', '-r', dest='lr', default=1e-2)", "learning_rate=a.lr", 1e-2),
+        ("p.add_argument('-l', '--lr', '--rate', default=1e-2)", "learning_rate=a.lr", 1e-2),
+        ("t = {'a': {'lr': 1e-2}}\nt['a']['lr'] = 2e-5", "learning_rate=t['a']['lr']", None),
+        ("t = {'learning_rate': 1e-2}\nt.update(other)", "**t", None),
+        ("t = {'learning_rate': 1e-2}\nt.update(bf16=True)", "**t", 1e-2),
+        ("t = {'learning_rate': 1e-2}", "**{**t, 'learning_rate': 2e-5}", 2e-5),
+        ("t = {'learning_rate': 1e-2}", "**{**t, **other}", None),
+        ("t = {'learning_rate': 1e-2}", "**dict(t, bf16=True)", 1e-2),
+    ],
+)
+def test_value_that_the_script_may_change_is_not_guessed(before: str, given: str, value: float | None) -> None:
+    assert view(f"{before}\nTrainingArguments('o', {given})").value("learning_rate") == value
