@@ -23,9 +23,10 @@ LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent
 SCORES = ("score", "rating", "stars", "value", "similarity", "similarity_score")
 """Names of columns with grades or numbers to predict, beside those of labels."""
 FACTS = re.compile(
-    r"(.*_)?(id|uuid|index|zip|zip_?code|post(al)?_?code|plz|ean|phone|date|time|at|on|year|month|day|hour|split|fold)"
+    r"(.*_)?(id|uuid|index|zip|zip_?code|post(al)?_?code|plz|ean|phone|date|time|at|on|year|month|day|hour|split|fold"
+    r"|confidence)"
 )
-"""Names of columns that say which row it is, where it is from, or when: seldom what is predicted."""
+"""Names of columns that say which row it is, where or when it is from, or how sure its label is: seldom what is predicted."""
 PAIRS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text_a", "text_b"), ("question", "sentence"), ("question", "passage"), ("query", "passage")),
@@ -71,7 +72,7 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
     found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
     words = {*LABELS} - {"y"}  # pandas adds "_y" to a name
     partly = {name for name in found if {*re.split(r"[\W_0-9]+", name.lower())} & words}  # gold_label, airline_sentiment
-    return sorted(found, key=lambda each: (each.lower() not in SCORES, each not in partly, is_fact(each), classes(table, each)))
+    return sorted(found, key=lambda each: (each.lower() not in SCORES, is_fact(each), each not in partly, classes(table, each)))
 
 
 def is_fact(name: str) -> bool:

@@ -38,7 +38,7 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
             bad_rows.add(first, problem)
         else:
             kept[first] = found
-    if width == 10 and all(found[0][0] == "1" for found in kept.values()):
+    if width == 10 and all(re.fullmatch(r"1(-\d+)?|0\.\d+", found[0][0]) for found in kept.values()):
         raise DataError(f"{path}: is CoNLL-U; hwopt reads a word in the first cell of a line and its tag in the last one")
     names = ["tokens", *(f"column_{number}" for number in range(2, width)), "tags"][: max(width, 1)]
     columns = {

@@ -101,7 +101,16 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     (
         "text-classification",
-        [{"text": f"t {n}", "prompt_id": n % 2, "genre": "ab"[n // 2 % 2], "gold_label": "abc"[n % 3]} for n in range(20)],
+        [
+            {
+                "text": f"t {n}",
+                "prompt_id": n % 2,
+                "genre": "ab"[n // 2 % 2],
+                "label_confidence": n % 2,
+                "gold_label": "abc"[n % 3],
+            }
+            for n in range(20)
+        ],
         TEXT_AND_LABEL | {"label": "gold_label"},
     ),
     (

@@ -26,7 +26,7 @@ def several(value: Any) -> bool:
 
 
 def given(value: Any) -> bool:
-    return value not in (*NOTHING, "", "no")
+    return value not in (*NOTHING, "", "no", [], {})
 
 
 def fraction(value: Any) -> bool:
@@ -148,7 +148,7 @@ REFUSED: tuple[tuple[Tools, Mapping[str, Any], Any], ...] = (
         "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
     *((("accelerate",), {word: is_given, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
     *((AXOLOTL, {f"{kind}_steps": positive, other: value}, f"remove {{{kind}_steps}}") for kind in ("save", "eval")
-      for other, value in ((f"{kind}s_per_epoch", positive), (f"{kind}_strategy", lambda name: name not in (None, "steps")))),
+      for other, value in ((f"{kind}s_per_epoch", positive), (f"{kind}_strategy", lambda it: it and it != "steps"))),
     (AXOLOTL, {"warmup_steps": positive, "warmup_ratio": positive}, "remove {warmup_ratio}"),
     (AXOLOTL, {"rl": bool, "packing": True}, {"packing": False}),
     (AXOLOTL, {"eval_fraction": positive, "validation_file": bool}, {"eval_fraction": 0}),

@@ -183,6 +183,8 @@ def value_name(view: View, facts: Facts) -> Iterator[Finding]:
             continue  # transformers 4 has these optimizers too
         usual = word in ("attn_implementation", "torch_compile_mode")
         near = get_close_matches(name[:80], sorted(known), n=1, cutoff=0.82 if usual else ALIKE if axolotl else 0.7)
+        if name == "False" and "no" in known and not axolotl:  # YAML reads no without quotes as false
+            near = ['"no"' if view.source.language == "YAML" else "no"]
         fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
         what = f"{view.tool if accelerate or axolotl else 'transformers'} has no {view.spelled(word)} {truncate(name)}."
         if not (usual or axolotl) or (near and (usual or abs(len(near[0]) - len(name)) <= 2)):
