@@ -73,9 +73,8 @@ class PythonScript:
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = nodes = list(ast.walk(tree))
-        self.calls = sorted(
-            (each for each in nodes if isinstance(each, ast.Call)), key=lambda call: (call.lineno, call.col_offset)
-        )
+        calls = [each for each in nodes if isinstance(each, ast.Call)]
+        self.calls = sorted(calls, key=lambda call: (call.lineno, call.col_offset))
         own = [node for node in nodes if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("transformers")]
         self.own = {alias.asname or alias.name for node in own for alias in node.names}
         self.own |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}

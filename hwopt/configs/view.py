@@ -214,9 +214,7 @@ class View:
         classes = [call.split()[0] for call in self.source.calls]
         found = [name for name in classes if name.endswith("Config") and name not in ("SFTConfig", *PARTS)]
         found += ["stage"] if self.source.values.get("stage") not in (None, "sft", "pt") else []
-        found += [
-            key for key in keys if key in PREFERENCES or (key in ("rl", "reward_model", "process_reward_model") and keys[key])
-        ]
+        found += [key for key in keys if key in PREFERENCES or (key in REWARDS and keys[key])]
         return next(iter(found), "")
 
     @property

@@ -165,9 +165,7 @@ class OptimizedTrainer(Base):
             args = self.args
             common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             rates = {True: args.weight_decay, False: 0.0}
-            groups = [
-                {"params": [p for name, p in trained if (name in decays) is own], "weight_decay": rates[own]} for own in rates
-            ]
+            groups = [{"params": [p for n, p in trained if (n in decays) is own], "weight_decay": rates[own]} for own in rates]
             words = self.get_optimizer_cls_and_kwargs(args, module)[1]
             groups = words.get("optimizer_dict", groups)  # sentence-transformers: with the weights of the loss
             # empty groups too: the script's checkpoints have as many

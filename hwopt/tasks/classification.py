@@ -123,9 +123,8 @@ class Classification(Classes):
         if both := sorted(typed.intersection(label for label in samples.labels if not isinstance(label, TypedLabel))):
             notes.append(f"{column!r} holds {listing(both)} as numbers in some rows and as texts in others: one class for both")
         if any(not number.is_integer() for number in numbers_of(names) or ()):
-            notes.append(
-                f"every label of {column!r} is a number, such as {names[-1]!r}: to predict numbers set task.kind = 'regression'"
-            )
+            way = "to predict numbers set task.kind = 'regression'"
+            notes.append(f"every label of {column!r} is a number, such as {names[-1]!r}: {way}")
         return Named(names, tuple(notes))
 
     def only_known(self, samples: Samples, names: tuple[str, ...]) -> Samples:

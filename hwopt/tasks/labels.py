@@ -195,9 +195,8 @@ def read_sets(rows: Rows, name: str, delimiter: str) -> list[list[str]]:
         items = parts_of(value, delimiter) if isinstance(value, str) else value
         found.append([])
         if not isinstance(items, list):
-            rows.mark_bad(
-                row, f"{name!r} has no value" if value is None else f"{name!r} is not a list of labels: {truncate(value)}"
-            )
+            problem = "has no value" if value is None else f"is not a list of labels: {truncate(value)}"
+            rows.mark_bad(row, f"{name!r} {problem}")
             continue
         spelled = [str(item).strip().lower() for item in items]
         seen.update(spelled)
@@ -219,12 +218,10 @@ def parts_of(text: str, delimiter: str) -> Any:
     """The labels in `text`: between delimiters, or of a list in JSON or Python, as csv files have it; None for other lists."""
     if not re.fullmatch(r"\[[^][]*\]", text.strip()):
         return [part.strip() for part in text.split(delimiter)]
-    with suppress(ValueError):
-        return json.loads(text)
-    if re.search(r"""["']\s+["']""", text):  # numpy prints no commas, and Python joins such texts
-        return None
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text.strip())
+    joined = re.search(r"""["']\s+["']""", text)  # numpy prints no commas, and Python joins such texts
+    for read in (json.loads, ast.literal_eval)[: 1 if joined else 2]:
+        with suppress(ValueError, SyntaxError):
+            return read(text.strip())
     return None
 
 

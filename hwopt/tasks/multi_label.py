@@ -52,16 +52,14 @@ class MultiLabel(Classes, LabelledTexts):
         """A column of lists, a column with delimited labels, or several columns of 0 and 1, beside a text."""
         names = table.column_names
         named = [name for name in names if name.lower() in SETS]
-        flags = [name for name in names if (chosen or not is_fact(name)) and is_flag(table, name)]
+        flags = [name for name in names if is_flag(table, name) and not is_fact(name)]
         keys: dict[str, Any] = {}
         lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
         if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
         elif lists := [each for each in (*named, *names) if holds_written_lists(table, each, chosen or each in named)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
-        elif (chosen or not named_label(table)) and len(
-            flags := [each for each in names if is_flag(table, each) and not is_fact(each)]
-        ) > 1:
+        elif len(flags) > 1 and (chosen or not named_label(table)):
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
         elif (found := delimited_column(table, named)) is not None:
             column, mark = found

@@ -68,7 +68,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     names = tuple(rows.table.column_names)
     table = rows.table.select([place for place, name in enumerate(names) if names.count(name) == 1])
     twice = listing([repr(name) for name in dict.fromkeys(names) if name and names.count(name) > 1])
-    unread = twice and f"several columns named {twice}"
+    unread = twice and f"several columns named {twice} are not read"
     chosen, found = choose_columns(table, kind, source)
     first = table.slice(0, EXAMINED)
     read = {*found.read, *(EXTRAS if found.chat else ())}  # a template writes the tools, too
@@ -167,7 +167,7 @@ def reading_notes(source: str, keys: Mapping[str, Any]) -> list[str]:
     notes = [] if format is None else [f"{format} by its content"]
     if encoding:  # a guess: letters tell whether it is right
         text = b"".join(lines_beyond_ascii(Path(path)) for path in expand(source)).decode(encoding, "replace")
-        word = re.search(r"\w*[^\W\x00-\x7f]\w*", text)
+        word = re.search(r"\w*[^\W\x00-\x7f]\w*", text) or re.search(r"\w*[^\x00-\x7f]\w*", text)
         notes.append(encoding + (f", such as {word[0]!r}" if word else ""))
     elif encodings := {detect_encoding(path).removesuffix("-sig").upper() for path in files}:
         notes.append(listing(sorted(encodings)))

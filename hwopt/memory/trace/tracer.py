@@ -27,10 +27,8 @@ from hwopt.tasks.registry import make_task
 
 FORMAT = 19
 """Version of the cache files; increase it with every change of a trace's content."""
-UNSEEN = {
-    *("batch", "cut", "export_steps", "final_steps", "forward_backward", "loader", "order", "scaler", "schedule", "state"),
-    *("trainer", "training"),
-}
+UNSEEN = {"batch", "cut", "export_steps", "final_steps", "forward_backward", "loader", "order", "scaler", "schedule", "state"}
+UNSEEN |= {"trainer", "training"}
 """Recipe fields on which a trace does not depend, but for what `trace_key` names itself."""
 ROWS = 8
 """Rows of the traced micro-batch; the trace is then scaled to any other number."""

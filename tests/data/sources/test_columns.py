@@ -190,6 +190,8 @@ def test_encoding_and_delimiter_of_a_german_excel_file_are_recognised(cell: str,
     found = recognise(str(tmp_path / "export.csv"))
     assert found.keys == {"text": ["Größe"], "label": "Klasse", "encoding": "cp1252"}
     assert found.why.startswith("cp1252, such as 'Größe', cells separated by semicolons; ")
+    (tmp_path / "quote.csv").write_text("text,label\n" + "It’s good,a\nIt is not,b\n" * 20, encoding="cp1252")
+    assert recognise(str(tmp_path / "quote.csv")).why.startswith("cp1252, such as 'It’s', cells separated by commas; ")
     assert not found.ascii
 
 
@@ -223,7 +225,7 @@ def test_columns_of_one_name_are_not_proposed(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label,label,,\n" + "some text,a,b,,\nother text,b,a,,\n" * 20)
     found = recognise(str(tmp_path / "a.csv"))
     assert found.keys == {"text": ["text"]}
-    assert found.why.endswith("; several columns named 'label'")
+    assert found.why.endswith("; several columns named 'label' are not read")
 
 
 @pytest.mark.parametrize(

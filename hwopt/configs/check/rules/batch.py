@@ -125,17 +125,14 @@ def ranks_unknown(view: View) -> bool:
 def has_usual_rate(view: View) -> bool:
     """Whether AdamW's usual rates hold: not from scratch, or if the adapter is unknown; below 1 B only for preferences."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
-    from_scratch = (
-        keys.get("stage") == "pt"
-        or keys.get("pretraining_dataset")
-        or ("model_name_or_path" not in view and keys.keys() & FROM_SCRATCH)
-    )
+    pretrains = keys.get("stage") == "pt" or keys.get("pretraining_dataset")
+    from_scratch = "model_name_or_path" not in view and keys.keys() & FROM_SCRATCH
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
     small = SMALL.search(str(view.value("model_name_or_path"))) and (view.rewards or not view.preferences)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
-    return not (from_scratch or projected or small or by_script or unread)
+    return not (pretrains or from_scratch or projected or small or by_script or unread)
 
 
 @rule("learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022")
@@ -152,9 +149,7 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
     usual = USUAL_RATE * sqrt(rows / USUAL_ROWS) * (ADAPTER_FACTOR if adapter else 1.0)
     preferences = view.preferences and not view.rewards
     if rate > usual * FAR / 2 and preferences:
-        what = (
-            f"{view.spelled('learning_rate')} is {rate:g}; preferences are trained with less than the {usual:.1g} of other data."
-        )
+        what = f"{view.spelled('learning_rate')} is {rate:g}; preferences take less than the {usual:.1g} of other data."
         why = "Training can diverge. TRL's default for DPO is 1e-6, and recipes take 5e-7 to 5e-5."
         yield Finding("learning_rate", what, why, view.line("learning_rate", 5e-6 if adapter else 1e-6))
     elif not usual / FAR <= rate <= usual * FAR and not preferences:

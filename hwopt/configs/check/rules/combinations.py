@@ -223,12 +223,8 @@ LEAST_SCALE, MOST_SCALE = 1 / 16, 64  # of what recipes take: the QLoRA paper ha
 def lora_scale(view: View, facts: Facts) -> Iterator[Finding]:
     """An adapter whose output is scaled to almost nothing, or far too much."""
     alpha, rank = view.number("lora_alpha") or 0, view.number("lora_r") or 0
-    if (
-        rank
-        and alpha
-        and not LEAST_SCALE <= alpha / rank <= MOST_SCALE
-        and not any("rslora" in key for key in view.source.values)
-    ):
+    by_root = any("rslora" in key for key in view.source.values)
+    if rank and alpha and not by_root and not LEAST_SCALE <= alpha / rank <= MOST_SCALE:
         what = f"{view.spelled('lora_alpha')} is {alpha:g} with rank {rank:g}, which scales the adapter by {alpha / rank:.2g}."
         why = f"{'Training can diverge' if alpha > rank else 'The adapter learns slowly'}; 0.25 to 2 are usual."
         yield Finding("lora_alpha", what, why, view.line("lora_alpha", int(rank)))

@@ -36,13 +36,7 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, fix)
 
 
-@rule(
-    "adapter-unused",
-    "error",
-    words=("lora_r", "lora_alpha"),
-    source="TRL, get_peft_config; axolotl; LLaMA-Factory",
-    tools=TRAINERS,
-)
+@rule("adapter-unused", "error", words=("lora_r", "lora_alpha"), source="TRL; axolotl; LLaMA-Factory", tools=TRAINERS)
 def adapter_unused(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings of an adapter in a file that asks for none: all weights are trained."""
     word = "lora_r" if "lora_r" in view else "lora_alpha"
@@ -51,10 +45,8 @@ def adapter_unused(view: View, facts: Facts) -> Iterator[Finding]:
         said = key in view.source.values  # a file may keep the settings for another run
         what = f"{view.spelled(word)} is {view.value(word)}, and {key} is {view.source.values.get(key) if said else 'not given'}."
         why = "No adapter is asked for: all weights are trained, which takes far more memory and a lower learning rate."
-        fix = (
-            f"{view.line('use_peft', True) if view.tool == 'transformers' else f'{key}: lora'}, or remove the adapter's settings"
-        )
-        yield Finding(word, what, why, fix, "information" if said else None)
+        asks = view.line("use_peft", True) if view.tool == "transformers" else f"{key}: lora"
+        yield Finding(word, what, why, f"{asks}, or remove the adapter's settings", "information" if said else None)
 
 
 @rule("adapter-task", "error", words=("from_pretrained.num_labels",), source="PEFT, LoraConfig: task_type, modules_to_save")

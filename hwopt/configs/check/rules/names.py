@@ -73,11 +73,8 @@ def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
             fix, whose, why = f"use {words.GONE[name]}", f"{cls} of ", "The script stops at it with a TypeError."
         elif name and taken is not None and name not in taken:
             config, near = f"{cls.removesuffix('Trainer')}Config", get_close_matches(name[:80], taken, n=1, cutoff=ALIKE)
-            new = (
-                words.FORMER_NAMES[name].instead
-                if name in words.FORMER_NAMES
-                else words.RENAMED.get(name) or next(iter(near), "")
-            )
+            former = words.FORMER_NAMES.get(name)
+            new = former.instead if former else words.RENAMED.get(name) or next(iter(near), "")
             fix, whose, why = f"use {new}" if new else f"remove {name}", f"{cls} of ", "The script stops at it with a TypeError."
             if cls.endswith("Trainer") and (moved := {name, new} & (accepted(f"{module}.{config}") or set())):
                 fix = f"give {moved.pop()} to {config}"
@@ -168,12 +165,7 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule(
-    "value-name",
-    "error",
-    source="transformers, OptimizerNames; accelerate",
-    tools=(*TRAINERS, "accelerate"),
-)
+@rule("value-name", "error", source="transformers, OptimizerNames; accelerate", tools=(*TRAINERS, "accelerate"))
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that transformers or accelerate does not have, such as an optimizer. Of open lists only almost the same names."""
     accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
