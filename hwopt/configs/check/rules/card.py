@@ -37,9 +37,8 @@ VOCABULARIES = {r"llama-?3": 128_256, r"qwen-?(1\.5|2|3)": 151_936, r"gemma": 25
 def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
     """A data type or an attention kernel that the card lacks: bf16, TF32 and flash attention on T4 and V100."""
     assert facts.hardware is not None  # the rule needs a card
-    for feature, (settings, effect) in FEATURES.items():
-        word = next((word for word, asked in settings.items() if view.meets(word, asked)), None)
-        if word is None or (support := facts.hardware.can(feature)):
+    for feature, (_, effect) in FEATURES.items():
+        if (word := asking_for(feature, view)) is None or (support := facts.hardware.can(feature)):
             continue
         fix = f"remove {view.spelled(word)}"
         if feature == "bf16":
@@ -51,11 +50,15 @@ def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, fix, "warning" if view.is_hwopt or feature == "fp16" else None)
 
 
+def asking_for(feature: Feature, view: View) -> str | None:
+    """The setting of the file that asks for `feature`; None without one."""
+    return next((word for word, asked in FEATURES[feature][0].items() if view.meets(word, asked)), None)
+
+
 @rule("tf32-beside-half", "information", words=("tf32",), source="TF32 concerns products of fp32 tensors only")
 def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
     """TF32 beside fp16 or bf16, where few products are left in fp32."""
-    half = next((word for word in ("bf16", "fp16") if view.is_on(word)), None)
-    if view.is_on("tf32") and half:
+    if view.is_on("tf32") and (half := next(filter(view.is_on, ("bf16", "fp16")), None)):
         why = f"TF32 speeds up products of fp32 tensors; with {half} few are left. It does no harm."
         yield Finding("tf32", f"tf32 and {half} are both on.", why)
 
@@ -76,8 +79,7 @@ def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("fp16-model", "warning", words=("fp16", "mixed_precision"), source="transformers#36822 (Gemma) and #9295 (T5)")
 def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
     """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
-    name = str(view.value("model_name_or_path"))
-    word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
+    name, word = str(view.value("model_name_or_path")), asking_for("fp16", view)
     if word and EXCEEDS_FP16.search(name):
         what = f"{name.rsplit('/', 1)[-1]} with fp16."
         why = "The model was trained in bf16. Its activations can exceed 65,504, the largest fp16 number: the loss becomes NaN."

@@ -103,7 +103,7 @@ COMBINATIONS = (
         source="pytorch#188150; recompile limit of 8"),
     combination("compile-graphs", "error",
         {"torch_compile": True, "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
-         "gradient_accumulation_steps": several, "packing": not_},
+         "gradient_accumulation_steps": several},
         tools=TRAINERS, fix={"torch_compile_mode": "default"},
         what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
         why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hwopt.configs.check import TRAINERS, Facts, Finding, rule
-from hwopt.configs.check.rules.card import FEATURES, is_small
+from hwopt.configs.check.rules.card import asking_for, is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
 from hwopt.configs.launchers import DEEPSPEED, NOTHING
 from hwopt.configs.recognise import read_source
@@ -142,8 +142,7 @@ def qlora_bits(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("fp16-cpu", "warning", words=("use_cpu",), source="accelerate, Accelerator: fp16 for devices other than the CPU")
 def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
     """fp16 beside use_cpu, which trains in fp32."""
-    word = next((word for word, asked in FEATURES["fp16"][0].items() if view.meets(word, asked)), None)
-    if word and view.is_on("use_cpu"):
+    if view.is_on("use_cpu") and (word := asking_for("fp16", view)):
         what = f"{view.spelled(word)} asks for fp16, and {view.spelled('use_cpu')} is true."
         why = "accelerate trains in fp32 on a CPU then, without a message. bf16 is what a CPU can train in."
         yield Finding(word, what, why, view.half_precision("bf16", word))
@@ -152,7 +151,7 @@ def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("launch-processes", "error", words=("num_processes",), source="accelerate, utils/launch.py", tools=("accelerate",))
 def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     """Processes that the machines, or their cards, do not have."""
-    given, cpu, one = view.source.values, view.is_on("use_cpu"), "The launcher starts one process, without a warning."
+    given, cpu = view.source.values, view.is_on("use_cpu")
     processes, machines = int(view.number("num_processes") or 0), int(view.number("num_machines") or 1)
     cards, rank, each = str(given.get("gpu_ids", "all")).split(","), given.get("machine_rank"), processes // machines
     if processes % machines:
@@ -168,7 +167,8 @@ def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     if processes > 1 and kind in (("NO", "MULTI_CPU", None) if cpu else ("NO",)):
         what = f"distributed_type is {kind}{' and use_cpu is true' if cpu else ''} with {processes} processes."
         fix = "num_processes: 1, or distributed_type: MULTI_GPU, which starts CPU ranks too"
-        yield Finding("num_processes", what, one, fix, None if cpu else "warning")
+        why = "The launcher starts one process, without a warning."
+        yield Finding("num_processes", what, why, fix, None if cpu else "warning")
 
 
 FSDP1_KEYS = names("sharding_strategy backward_prefetch forward_prefetch use_orig_params sync_module_states")
@@ -180,10 +180,10 @@ def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
     table, kind = "fsdp_config", view.value("distributed_type", "FSDP")
     given = {each.path[-1].removeprefix("fsdp_"): each for each in view.source.entries if each.path[0] == table}
     values = {word: str(each.value).lower() for word, each in given.items() if each.value is not None}
-    if kind != "FSDP" and values.keys() & {"version", "sharding_strategy"}:
-        what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
-        yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}", "warning")
     if kind != "FSDP":
+        what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
+        if values.keys() & {"version", "sharding_strategy"}:
+            yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}", "warning")
         return
     two, efficient = values.get("version") == "2", values.get("cpu_ram_efficient_loading", "true") == "true"
     if two and (old := [given[word].path[-1] for word in values if word in FSDP1_KEYS]):
