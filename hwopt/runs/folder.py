@@ -38,7 +38,8 @@ class Target:
 
     def __post_init__(self) -> None:  # of strings, as scripts write paths
         object.__setattr__(self, "output_dir", Path(self.output_dir))
-        object.__setattr__(self, "resume", self.resume if isinstance(self.resume, bool) else Path(self.resume))
+        resume = self.resume or False
+        object.__setattr__(self, "resume", Path(resume) if isinstance(resume, str) else resume)
 
     @property
     def checkpoint(self) -> Path | None:
