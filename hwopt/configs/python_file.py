@@ -101,12 +101,8 @@ class PythonScript:
         self.stored: dict[str, dict[str | None, ast.expr]] = {}
         for node in nodes:
             match node:
-                case ast.Subscript(ctx=ast.Store() | ast.Del()):
-                    outer = node
-                    while isinstance(outer.value, ast.Subscript):
-                        outer = outer.value
-                    if isinstance(outer.value, ast.Name):
-                        self.stored.setdefault(outer.value.id, {})[key_of(outer.slice)] = node
+                case ast.Subscript(ctx=ast.Store() | ast.Del()) if found := re.match(r"(\w+)\[(?:'(.*?)')?", ast.unparse(node)):
+                    self.stored.setdefault(found[1], {})[found[2]] = node
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")):
                     self.stored.setdefault(name, {}).update({key: node for key, _ in items(node) or ()})
 
@@ -125,9 +121,8 @@ class PythonScript:
                             yield ast.unparse(target), argument(value, "default") if field else value
                 case ast.Call(func=ast.Attribute(attr="add_argument"), args=options):
                     words = (argument(node, "dest"), *sorted(options, key=lambda each: not ast.unparse(each).startswith("'--")))
-                    value = argument(node, "default")
-                    none = isinstance(value, ast.Constant) and value.value is None
-                    yield str(next(filter(None, map(key_of, words)), "")).lstrip("-").replace("-", "_"), None if none else value
+                    name, value = str(next(filter(None, map(key_of, words)), "")), argument(node, "default")
+                    yield name.lstrip("-").replace("-", "_"), None if key_of(value) == "None" else value
                 case ast.Call(args=args, keywords=given):
                     names, theirs = {each.arg for each in given}, own.get(called(node), set())
                     some = theirs if args or None in names else names & theirs
