@@ -134,10 +134,10 @@ class PythonScript:
     def keywords(self) -> Iterator[tuple[str, str, int]]:
         """(function with its module, keyword, line) of all calls of imported names; of an import itself, keyword "".
 
-        Not of imports in a `try` statement.
+        Not of imports in a `try` or an `if` statement, which may ask for the version.
         """
         imported: dict[str, str] = {}
-        tried = {id(each) for node in self.nodes if isinstance(node, ast.Try) for each in ast.walk(node)}
+        tried = {id(each) for node in self.nodes if isinstance(node, ast.Try | ast.If) for each in ast.walk(node)}
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
                 above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

@@ -131,9 +131,7 @@ class Execution(Listener):
 
     def run(self, resume: bool | Path, fresh: bool, replan: Replan | None, next_folder: Callable[[], Path] | None) -> Summary:
         def claim(run: Run) -> None:
-            best_metric(
-                run.training, run.task, run.prepared, run.device
-            )  # errors in the job are reported before a folder is made
+            best_metric(run.training, run.task, run.prepared, run.device)  # reports errors in the job before a folder is made
             claim_run_folder(run, self.stack, resume=resume, fresh=fresh, next_folder=next_folder)
             self.own = run
             warn_without_token(run)
@@ -161,9 +159,8 @@ class Execution(Listener):
             self.ending = DONE
             return summary
         except AlreadyComplete as complete:
-            complete.run.say(
-                f"{self.folder} is complete, after step {completed_steps(self.folder):,}: see {self.folder / 'final'}"
-            )
+            steps = completed_steps(self.folder)
+            complete.run.say(f"{self.folder} is complete, after step {steps:,}: see {self.folder / 'final'}")
             return read_summary(self.folder)
         except BaseException as raised:
             error = self.to_user_error(raised)
