@@ -64,14 +64,14 @@ def label_columns(table: pa.Table, named: bool) -> list[str]:
         return [next((name for name in usable if not has_many_classes(table, name)), usable[0])]
     if named and ({"messages", "conversations"} & set(columns) or set(ALPACA) <= set(columns)):
         return []
-    if named and any(name.lower() in SCORES and is_fractional(table, name) for name in columns):
-        return []  # the score is predicted, and a genre or a product beside it is not
     most = min(MOST_CLASSES, table.num_rows // ROWS_A_CLASS)
     prompts = next((pair for pair in PROMPTS if all(is_text(table, name) for name in pair)), ())
     others = [name for name in columns if name not in prompts and is_scalar(table, name)]
     found = [name for name in others if 2 <= classes(table, name) <= most and mean_length(table, name) < 40]
     words = {*LABELS} - {"y"}  # pandas adds "_y" to a name
-    partly = {name for name in found if {*re.split(r"[\W_0-9]+", name.lower())} & words}  # gold_label, airline_sentiment
+    partly = {each for each in found if not is_fact(each) and {*re.split(r"[\W_0-9]+", each.lower())} & words}  # gold_label
+    if named and not partly and any(name.lower() in SCORES and is_fractional(table, name) for name in columns):
+        return []  # the score is predicted, and a genre or a product beside it is not
     return sorted(found, key=lambda each: (each.lower() not in SCORES, is_fact(each), each not in partly, classes(table, each)))
 
 

@@ -107,6 +107,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
                 "prompt_id": n % 2,
                 "genre": "ab"[n // 2 % 2],
                 "label_confidence": n % 2,
+                "score": n / 7,
                 "gold_label": "abc"[n % 3],
             }
             for n in range(20)
