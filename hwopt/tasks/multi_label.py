@@ -52,14 +52,15 @@ class MultiLabel(Classes, LabelledTexts):
         """A column of lists, a column with delimited labels, or several columns of 0 and 1, beside a text."""
         names = table.column_names
         named = [name for name in names if name.lower() in SETS]
-        flags = [name for name in names if is_flag(table, name) and not is_fact(name)]
+        others = names if chosen or not named_label(table) else []
+        flags = [name for name in others if is_flag(table, name) and not is_fact(name)]
         keys: dict[str, Any] = {}
-        lists = [name for name in (*named, *names) if is_list_of_labels(table, name)]
+        lists = [name for name in (*named, *others) if is_list_of_labels(table, name)]
         if lists := [name for name in lists if chosen or name in named or repeats(table, name)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels"
-        elif lists := [each for each in (*named, *names) if holds_written_lists(table, each, chosen or each in named)]:
+        elif lists := [each for each in (*named, *others) if holds_written_lists(table, each, chosen or each in named)]:
             keys, why = {"label": lists[0]}, f"column {lists[0]!r} holds lists of labels as texts"
-        elif len(flags) > 1 and (chosen or not named_label(table)):
+        elif len(flags) > 1:
             keys, why = {"label": flags}, f"columns {listing([repr(name) for name in flags], 6)} hold 0 and 1"
         elif (found := delimited_column(table, named)) is not None:
             column, mark = found
@@ -133,7 +134,7 @@ class MultiLabel(Classes, LabelledTexts):
 
 
 def named_label(table: pa.Table) -> bool:
-    """Whether a column of one class or number a row has the name of a label: columns of 0 and 1 beside it say something else."""
+    """Whether a column of one class or number a row has the name of a label: other columns say something else."""
     return any(name.lower() in (*LABELS, *SCORES) and not is_list(type_of(table, name)) for name in table.column_names)
 
 

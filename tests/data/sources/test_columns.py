@@ -119,6 +119,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         [{"text": f"t {n}", "is_new": n % 2, "has_image": n // 2 % 2, "label": "ab"[n // 4 % 2]} for n in range(20)],
         TEXT_AND_LABEL,
     ),
+    ("text-classification", [{"text": f"t {n}", "span": "[1, 2]", "label": "ab"[n % 2]} for n in range(20)], TEXT_AND_LABEL),
     ("text-classification", [{"text": f"t {n}", "label": n % 3 if n else math.nan} for n in range(20)], TEXT_AND_LABEL),
     (
         "regression",
