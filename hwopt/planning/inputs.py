@@ -44,10 +44,9 @@ class Inputs:
         return load_profile(spec, self.files, assignments, self.merge_options, self.read, job.plugins if job else None)
 
     def profile_of_card(self, card: str) -> Profile:
-        """The profile called `card`, else that of the card of which it names a part ("t4") or all, with words before it.
+        """The profile called `card`, else that of a card whose name contains `card` ("t4") or ends it ("Tesla T4").
 
-        With more after it ("L40S" for "L4", "Ti", "Laptop GPU") it is another card, which may have other memory. Raises
-        InputError if there is none, or if there are two.
+        With more behind the name ("L40S", "Ti", "Laptop GPU") it is another card. Raises InputError for none and for two.
         """
         if card in self.files:
             return self.profile(card)

@@ -210,7 +210,7 @@ RANGES: Mapping[str, Range] = {
         "The split stops: more rows are held out than there are.", 0.05),
     "dataloader_num_workers": Range(lambda value: value >= 0, "at least 0", "The data loader stops.", 2),
     "fp16.loss_scale": Range(lambda value: value == 0 or value >= 1, "0, which adapts it, and 1 or more",
-        "A factor below 1 makes small gradients 0 in fp16, which is what it is against.", 0),
+        "A loss scale below 1 makes small gradients 0 in fp16; it should enlarge them.", 0),
     "zero_stage": Range(lambda value: value in range(4), "0, 1, 2 and 3", "DeepSpeed stops.", 3),
 }
 # fmt: on
