@@ -44,7 +44,7 @@ class Inputs:
         return load_profile(spec, self.files, assignments, self.merge_options, self.read, job.plugins if job else None)
 
     def profile_of_card(self, card: str) -> Profile:
-        """The profile called `card`, else that of a card whose name contains `card` ("t4") or ends it ("Tesla T4").
+        """The profile called `card`, else that of a card whose name contains `card` ("t4") or is its end ("Tesla T4").
 
         With more behind the name ("L40S", "Ti", "Laptop GPU") it is another card. Raises InputError for none and for two.
         """
