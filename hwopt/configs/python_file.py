@@ -81,6 +81,7 @@ class PythonScript:
         self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in self.calls)
         bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+        bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
         self.values: dict[str, ast.expr] = {}
         starts = [call for call in self.calls if called(call) in ("Fire", "run")]  # of fire and typer
         fired = {name.id for call in starts for name in call.args if isinstance(name, ast.Name)}

@@ -161,6 +161,7 @@ def test_fields_options_keys_and_defaults_of_functions_are_resolved_where_the_sc
         ("t = {'learning_rate': 1e-2}", "**{**t, 'learning_rate': 2e-5}", 2e-5),
         ("t = {'learning_rate': 1e-2}", "**{**t, **other}", None),
         ("t = {'learning_rate': 1e-2}", "**dict(t, bf16=True)", 1e-2),
+        ("from settings import t\nt = {**t, 'learning_rate': 1e-2}", "**t", None),
     ],
 )
 def test_value_that_the_script_may_change_is_not_guessed(before: str, given: str, value: float | None) -> None:
