@@ -79,33 +79,44 @@ class PythonScript:
         self.own = {alias.asname or alias.name for node in own for alias in node.names}
         self.own |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         self.has_lora = any(called(call) == "LoraConfig" or adds_adapter(call) for call in self.calls)
-        bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
-        bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
-        self.values: dict[str, ast.expr] = {}
-        starts = [call for call in self.calls if called(call) in ("Fire", "run")]  # of fire and typer
-        fired = {name.id for call in starts for name in call.args if isinstance(name, ast.Name)}
-        invoked = {node.id for node in nodes if isinstance(node, ast.Name)} - fired
-        invoked |= {"__init__", *(called(call) for call in self.calls)}
-        for node in nodes:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
-                    self.values[targets[0].id] = node.value
-            elif isinstance(node, ast.FunctionDef) and node.name not in invoked:
-                plain = zip([*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1], strict=False)
-                given = (*plain, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
-                self.values |= {each.arg: value for each, value in given if value is not None and bound[each.arg] == 1}
+        self.values = dict(self.names())
         fields = list(self.fields())
         once = Counter(name for name, _ in fields)
         self.attributes = {name: value for name, value in fields if value is not None and once[name] == 1}
-        self.stored: dict[str, dict[str | None, ast.expr]] = {}
-        for node in nodes:
+        self.stored = self.stored_keys()
+
+    def names(self) -> Iterator[tuple[str, ast.expr]]:
+        """(name, value) of the names that the script binds once: in an assignment, or as the default of a function's argument.
+
+        Defaults count for functions that no code of the script calls, but that fire or typer starts.
+        """
+        bound = Counter(node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        bound.update(node.arg for node in self.nodes if isinstance(node, ast.arg))
+        bound.update(node.asname or node.name for node in self.nodes if isinstance(node, ast.alias))
+        starts = [call for call in self.calls if called(call) in ("Fire", "run")]  # of fire and typer
+        fired = {name.id for call in starts for name in call.args if isinstance(name, ast.Name)}
+        invoked = {node.id for node in self.nodes if isinstance(node, ast.Name)} - fired
+        invoked |= {"__init__", *(called(call) for call in self.calls)}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if isinstance(targets[0], ast.Name) and len(targets) == bound[targets[0].id] == 1:
+                    yield targets[0].id, node.value
+            elif isinstance(node, ast.FunctionDef) and node.name not in invoked:
+                plain = zip([*node.args.posonlyargs, *node.args.args][::-1], node.args.defaults[::-1], strict=False)
+                given = (*plain, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+                yield from ((each.arg, value) for each, value in given if value is not None and bound[each.arg] == 1)
+
+    def stored_keys(self) -> dict[str, dict[str | None, ast.expr]]:
+        """Name of a dictionary -> its keys that a statement or `update` sets later, with the node; key None: not known."""
+        stored: dict[str, dict[str | None, ast.expr]] = {}
+        for node in self.nodes:
             match node:
                 case ast.Subscript(ctx=ast.Store() | ast.Del()) if found := re.match(r"(\w+)\[(?:'(.*?)')?", ast.unparse(node)):
-                    self.stored.setdefault(found[1], {})[found[2]] = node
+                    stored.setdefault(found[1], {})[found[2]] = node
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")):
-                    self.stored.setdefault(name, {}).update({key: node for key, _ in items(node) or ()})
+                    stored.setdefault(name, {}).update({key: node for key, _ in items(node) or ()})
+        return stored
 
     def fields(self) -> Iterator[tuple[str, ast.expr | None]]:
         """(name, value) of the attributes that classes, argparse, calls and assignments set; None: not known, or no default."""

@@ -26,20 +26,26 @@ LOCK = ".lock"
 OWNER = ".owner.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Target:
     """Where a run writes, and what it resumes. `require_usable` reports mistakes before anything slow."""
 
-    output_dir: Path = Path("runs")
-    name: str | None = None  # the folder below `output_dir`; None: named after job and profile
-    resume: bool | Path = False
+    output_dir: Path
+    name: str | None  # the folder below `output_dir`; None: named after job and profile
+    resume: bool | Path
     """True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint."""
-    fresh: bool = False  # start over in an existing folder; the old run is kept beside it
+    fresh: bool  # start over in an existing folder; the old run is kept beside it
 
-    def __post_init__(self) -> None:  # of strings, as scripts write paths
-        object.__setattr__(self, "output_dir", Path(self.output_dir))
-        resume = self.resume or False
-        object.__setattr__(self, "resume", Path(resume) if isinstance(resume, str) else resume)
+    def __init__(
+        self,
+        output_dir: Path | str = "runs",
+        name: str | None = None,
+        resume: bool | Path | str | None = False,
+        fresh: bool = False,
+    ) -> None:
+        """Scripts write paths as text; an empty `resume` resumes nothing."""
+        checkpoint = Path(resume) if resume and isinstance(resume, str) else resume or False
+        vars(self).update(output_dir=Path(output_dir), name=name, resume=checkpoint, fresh=fresh)
 
     @property
     def checkpoint(self) -> Path | None:

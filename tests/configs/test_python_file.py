@@ -120,7 +120,7 @@ parser.add_argument("--learning-rate", type=float, default=8 * 1e-4)
 parser.add_argument("--max_steps", default=None)
 TABLE = {"run": dict(rows=16), "decay": 0.1}
 own = {"fp16": True, "bf16": False}
-own["bf16"] = torch.cuda.is_bf16_supported()
+own["bf16"] = chosen_when_it_runs()
 def train(warmup_steps=30, steps=4):
     train(steps=8) if nested else TrainingArguments(
         "o", num_train_epochs=config.epochs, seed=Config.seed, learning_rate=args.learning_rate, max_steps=args.max_steps,

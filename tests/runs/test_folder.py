@@ -83,6 +83,6 @@ def test_target_without_a_name_takes_the_next_free_folder(tmp_path: Path) -> Non
 
 def test_target_takes_paths_as_text(tmp_path: Path) -> None:
     (checkpoint := tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
-    assert Target(str(tmp_path)).folder("job") == tmp_path / "job"  # type: ignore[arg-type]
-    assert Target(resume=str(checkpoint)).resume == checkpoint  # type: ignore[arg-type]  # not merely True
-    assert [Target(resume=empty).resume for empty in (None, "")] == [False, False]  # type: ignore[arg-type]
+    assert Target(str(tmp_path)).folder("job") == tmp_path / "job"
+    assert Target(resume=str(checkpoint)).resume == checkpoint  # not merely True
+    assert [Target(resume=empty).resume for empty in (None, "")] == [False, False]

@@ -38,8 +38,8 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
             bad_rows.add(first, problem)
         else:
             kept[first] = found
-    if width == 10 and all(re.fullmatch(r"1(-\d+)?|0\.\d+", found[0][0]) for found in kept.values()):
-        raise DataError(f"{path}: is CoNLL-U; hwopt reads a word in the first cell of a line and its tag in the last one")
+    if width == 10 and kept and all(re.fullmatch(r"1(-\d+)?|0\.\d+", found[0][0]) for found in kept.values()):
+        raise DataError(f"{path}: is CoNLL-U, which hwopt does not read. Write lines of a word, a tab and its tag")
     names = ["tokens", *(f"column_{number}" for number in range(2, width)), "tags"][: max(width, 1)]
     columns = {
         name: pa.array([[cells[index] for cells in found] for found in kept.values()], pa.list_(pa.string()))

@@ -14,6 +14,10 @@ from hwopt.text import truncate
 
 Decimal = Literal[".", ","]
 
+MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
+"""Texts that pandas reads as missing values."""
+EMPTY = {"", *map(str.lower, MISSING)}
+
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}(\.[0-9]{0,300})?|\.[0-9]{1,300})([eE][+-]?[0-9]{1,3})?")
 MINUS = "\u2212"  # the minus sign of Unicode, as word processors write it
 OTHER_FORMAT = re.compile(rf"[+{MINUS}-]?([0-9][0-9.,']*[0-9]|[0-9]{{1,3}}([\s_’][0-9]{{3}})+([.,][0-9]*)?|[0-9])")
@@ -64,13 +68,9 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
     return "," if certain and all(is_decimal(text, ",") for text in texts) else None
 
 
-MISSING = {"NA", "N/A", "n/a", "nan", "NaN", "NULL", "null", "None", "<NA>", "#N/A"}
-"""Texts that pandas reads as missing values."""
-
-
 def is_missing(value: Any) -> bool:
     """Whether a cell of numbers is empty: also NaN, which pandas writes for a missing number, and NA, which R writes."""
-    return value is None or value != value or (isinstance(value, str) and value.strip() in {"", "NAN", *MISSING})
+    return value is None or value != value or (isinstance(value, str) and value.strip().lower() in EMPTY)
 
 
 def numbers_of(values: Iterable[Any]) -> list[float] | None:

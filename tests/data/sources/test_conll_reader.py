@@ -52,7 +52,7 @@ def test_variants_of_the_format(text: str, tokens: list[list[str]], tmp_path: Pa
 
 @pytest.mark.parametrize("first", ["1", "1-2", "0.1"])
 def test_conll_u_is_refused(first: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.conll: is CoNLL-U; hwopt reads a word in the first cell"):
+    with pytest.raises(DataError, match=r"a\.conll: is CoNLL-U, which hwopt does not read"):
         read(
             tmp_path / "a.conll",
             f"# text = A b\n{first}\tA\ta\tX\tX\t_\t0\troot\t_\t_\n2\tb\tb\tX\tX\t_\t1\tdep\t_\tSpaceAfter=No\n",
