@@ -167,15 +167,22 @@ REFUSED: tuple[tuple[Tools, Mapping[str, Any], Any], ...] = (
 """Tools, settings that they refuse together, and what to write."""
 
 
+def as_written(view: View, word: str) -> str:
+    """The line of the file that sets `word`, shortened; "no …" without one."""
+    if (found := view.found(word)) is None:
+        return f"no {view.spelled(word)}"
+    value = view.source.values.get(found.key, found.value)
+    return view.line(word, value if isinstance(value, bool | int | float) else truncate(value))
+
+
 @rule("refused-pair", "error", source="transformers, training_args.py; axolotl, schemas; LLaMA-Factory, parser.py; accelerate")
 def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings that the tool refuses together, such as fp16 and bf16, or save_steps and saves_per_epoch of axolotl."""
     for tools, settings, fix in REFUSED:
         if (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items()):
-            found, raw = ((word, view.found(word)) for word in settings), view.source.values
-            values = (f"{view.spelled(key)} is {truncate(raw.get(e.key, e.value)) if e else 'not given'}" for key, e in found)
-            fix, why = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix), "refuses them together, and stops."
-            yield Finding(next(iter(settings)), f"{', and '.join(values)}.", f"{TOOL_NAMES[view.tool]} {why}", fix)
+            lines = " beside ".join(as_written(view, word) for word in settings)
+            fix = keyed(fix, view.spelled) if isinstance(fix, str) else view.lines(fix)
+            yield Finding(next(iter(settings)), f"{lines}.", f"{TOOL_NAMES[view.tool]} refuses them together, and stops.", fix)
 
 
 class Range(NamedTuple):

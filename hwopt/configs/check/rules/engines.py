@@ -188,7 +188,10 @@ def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
     two, efficient = values.get("version") == "2", values.get("cpu_ram_efficient_loading", "true") == "true"
     if two and (old := [given[word].path[-1] for word in values if word in FSDP1_KEYS]):
         shards = values.get("sharding_strategy", "full_shard") in ("full_shard", "hybrid_shard", "1", "4")
-        what, why = f"fsdp_version is 2, and FSDP 1 has {', '.join(old)}.", "accelerate ignores these settings with version 2."
+        what, why = (
+            f"{', '.join(old)} beside fsdp_version: 2.",
+            "These settings belong to FSDP 1; accelerate ignores them with version 2.",
+        )
         fix = f"fsdp_reshard_after_forward: {str(shards).lower()} instead of fsdp_sharding_strategy; no others"
         yield Finding(f"{table}.{old[0]}", what, why, fix, "warning")
     for word, wrong, beside, usual in (
