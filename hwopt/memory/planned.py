@@ -15,6 +15,7 @@ from hwopt.data.tokenizer_training import job_vocab_size
 from hwopt.errors import HwoptError
 from hwopt.memory.advice import Advisor, PlanListener
 from hwopt.memory.forecast import planner
+from hwopt.memory.forecast.choices import NoForecastError, resolve_choices
 from hwopt.memory.forecast.lengths import lengths_of, mean_length, prepared_data
 from hwopt.memory.forecast.measured import with_measurement
 from hwopt.planning.inputs import Inputs
@@ -71,11 +72,11 @@ def resolve(
             return given(world_size=world_size, strict=strict, choices=choices, tokens_per_sample=tokens_per_sample)
 
         plan = resolved({})
-        return planner.resolve_choices(plan, resolved, cache, chosen_before(plan, before or {})) if plan.chose else plan
+        return resolve_choices(plan, resolved, cache, chosen_before(plan, before or {})) if plan.chose else plan
 
     try:
         plan, notes = settled(request.profile), request.notes
-    except planner.NoForecastError:
+    except NoForecastError:
         if request.nearest is None:
             raise
         by_ratio = "this model's memory cannot be forecast: the sizes follow the ratio of the memories"

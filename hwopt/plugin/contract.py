@@ -153,7 +153,7 @@ class Decision:
         """The memory planner uses the first of `options` that fits into memory. At least two, cheapest first.
 
         With `optional` it skips the plugin if the run fits without, and uses the last option where nothing can be forecast;
-        without, the latter is an error.
+        without, the latter is an error. Each option of an `optional` plugin needs less memory than the one before.
         """
         return cls("choose", reason, tuple(options), optional)
 

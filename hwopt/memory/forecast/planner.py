@@ -1,27 +1,24 @@
-"""Predicts the memory of a plan with the best tier that can answer, the largest sizes that fit, and the choices that fit."""
+"""Predicts the memory of a plan with the best tier that can answer, and the largest sizes that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hwopt.distributed.data_parallel import BUCKET_BYTES
 from hwopt.errors import InputError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.memory.allocator.playback import PlayedSteps, largest_played, played_run
 from hwopt.memory.forecast.communication import on_device
-from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
 from hwopt.memory.shapes import Head, Shape, largest_shape
 from hwopt.memory.trace.timeline import KINDS
 from hwopt.memory.trace.tracer import Trace, trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable
-from hwopt.planning.decisions import PluginDecision
-from hwopt.planning.memory_plan import MemoryPlan
+from hwopt.planning.memory_plan import CLOSED_FORM, MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import left_out
 from hwopt.tasks.registry import make_task
@@ -37,7 +34,7 @@ FORECAST_ERROR = 0.03
 """Fraction of the free memory that is kept back for what the forecast misses: its largest error on published runs."""
 
 ERRORS = {
-    "closed form": "a lower bound: activations and temporaries are not included",
+    CLOSED_FORM: "a lower bound: activations and temporaries are not included",
     "traced": "against exact published runs on GPUs off by 0.1 % in the median, by 5 % at most; reserved memory by 7 % at most",
 }
 """The error that each tier states (measurements in docs/memory.md)."""
@@ -47,14 +44,6 @@ EVENTS = 60_000
 """Allocations and releases of the steps of a run that are played: some tenths of a second."""
 HOST_FRACTION = 0.85
 """Fraction of the host's memory for offloaded parts; data, libraries and the system use the rest. An estimate."""
-
-
-class NoForecastError(InputError):
-    """A plugin leaves a choice to the planner, which cannot trace the recipe."""
-
-
-WithChoices = Callable[[dict[str, int]], Plan]
-"""Resolves the plan with the given option number of each plugin."""
 
 
 def reserve_gib(hardware: Hardware) -> float:
@@ -80,8 +69,13 @@ def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> Memo
     try:
         return traced_memory(plan, shape, lengths, device_trace(plan, shape.width, lengths.head, cache))
     except NotTraceable as error:
-        parts = dict.fromkeys(KINDS, 0.0) | on_device(plan.memory_spec)
-        return replace(memory_of(plan, shape, lengths, "closed form", parts), note=f"the recipe could not be traced: {error}")
+        return replace(closed_form(plan, lengths), note=f"the recipe could not be traced: {error}")
+
+
+def closed_form(plan: Plan, lengths: Lengths) -> MemoryPlan:
+    """Return a lower bound of the memory of `plan`, without activations."""
+    parts = dict.fromkeys(KINDS, 0.0) | on_device(plan.memory_spec)
+    return memory_of(plan, largest_micro_batch(plan, lengths.longest), lengths, CLOSED_FORM, parts)
 
 
 def with_largest_sizes(plan: Plan, memory: MemoryPlan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
@@ -210,69 +204,3 @@ def fitted(plan: Plan, cache: Path, lengths: Lengths | None) -> tuple[Plan, Memo
     why = f"its memory pool does not fit: {memory.highest_gib:.2f} of {budget:.2f} GiB, {memory.pool_gib:.2f} less without it"
     plan = left_out(plan, {"forward_backward": why})
     return plan, plan_memory(plan, cache, lengths)
-
-
-def resolve_choices(
-    plan: Plan, with_choices: WithChoices, cache: Path, before: Mapping[str, Mapping[str, Any]] | None = None
-) -> Plan:
-    """Return `plan` with every choice (`Decision.choose`) at its first option that fits the device, and the reason.
-
-    `before` has the options by plugin of the run that is resumed; they are kept. If no option of a plugin fits, the last one is
-    taken: it needs the least memory. Raises NoForecastError if the recipe cannot be traced and a choice is not `optional`.
-    """
-    chosen: dict[str, int] = {}
-    reasons: dict[str, str] = {}
-    lengths = lengths_of(plan, cache)
-    for entry in plan.entries:
-        if entry.choices == 1:
-            continue
-        if (number := matching_choice(entry, (before or {}).get(entry.name), chosen, with_choices)) is not None:
-            chosen[entry.name] = number
-            plan, reasons[entry.name] = with_choices(chosen), f"{entry.reason}: as in the resumed run"
-        else:
-            plan, reasons[entry.name] = first_fitting_choice(entry, chosen, with_choices, lengths, cache)
-    entries = tuple(replace(entry, reason=reasons.get(entry.name, entry.reason)) for entry in plan.entries)
-    return replace(plan, entries=entries)
-
-
-def first_fitting_choice(
-    entry: PluginDecision, chosen: dict[str, int], with_choices: WithChoices, lengths: Lengths, cache: Path
-) -> tuple[Plan, str]:
-    """Return the plan with the first choice of `entry` that fits, or with the last one, and the reason. Adds it to `chosen`."""
-    reason, rejected = entry.reason, ""
-    for number in range(entry.choices):
-        chosen[entry.name] = number
-        plan = with_choices(chosen)
-        limit = recorded_limit(plan, lengths, cache)
-        if limit is not None and plan.batch.train > limit:
-            rejected = f"; an earlier run on this card ran out of memory with more than {limit} rows"
-            continue
-        memory = plan_memory(plan, cache, lengths)
-        if memory.lower_bound and entry.optional:
-            chosen[entry.name] = entry.choices - 1
-            return with_choices(chosen), f"{entry.reason}; this model's memory cannot be forecast"
-        if memory.lower_bound:
-            what = f"hwopt cannot choose for {entry.author}: {memory.note}. Set its options yourself"
-            raise NoForecastError(f"{entry.place}: {what}")
-        budget = memory.free_gib - memory.reserve_gib
-        yields = memory.margin_gib < 0 and pool_that_yields(plan)
-        needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)
-        why = "the run fits without it" if entry.optional and number == 0 else entry.reason
-        reason = f"{why}: {needed:.2f} of {budget:.2f} GiB{rejected}"
-        if memory.fits or (yields and memory.fits_without_pool):
-            break
-        rejected = f"; the option before needs {needed:.2f} GiB"
-    else:
-        reason = f"no option fits, the last one is used{reason.removeprefix(entry.reason)}"
-    return plan, reason
-
-
-def matching_choice(
-    entry: PluginDecision, options: Mapping[str, Any] | None, chosen: dict[str, int], with_choices: WithChoices
-) -> int | None:
-    """Return the number of the choice of `entry` that has these options, or None."""
-    for number in range(entry.choices) if options else ():
-        plan = with_choices(chosen | {entry.name: number})
-        if next(each for each in plan.entries if each.name == entry.name).options.model_dump(mode="json") == options:
-            return number
-    return None
