@@ -116,7 +116,7 @@ class MemoryTracker(FakeTensorMode):
     def result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` returns for fake tensors. The general way takes three times as long as the two here."""
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if "device" not in kwargs and all(map(is_plain, tensors)):
+        if tensors and "device" not in kwargs and all(map(is_plain, tensors)):
             if func in PLAIN:
                 return self.on_meta(func, tensors[0], args, kwargs)
             if func in ELEMENTWISE and all(are_alike(tensors[0], tensor) for tensor in tensors):
