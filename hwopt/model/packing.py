@@ -54,7 +54,7 @@ def packing_problem(model: Any, config: PretrainedConfig, decoder: bool, masks: 
     if not (decoder or masks):
         return f"does not accept a mask per document: {LEAK}"
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad(), one_thread():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             small = small_model(model, config)
@@ -187,6 +187,19 @@ def size_changes(values: Mapping[str, Any], factor: int) -> Iterator[tuple[str, 
             yield key, aligned if re.search("intermediate|inner", key) else max(1, value // factor)
     if isinstance(values.get("eos_token_id"), list):
         yield "eos_token_id", 0
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: products as small as these take longer with more, up to ten times on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
