@@ -2,6 +2,7 @@ import copy
 from typing import Any
 
 import pytest
+from pinned_torch import IS_PINNED
 from published_configs import PUBLISHED
 from transformers import AutoConfig
 
@@ -20,7 +21,9 @@ def test_published_config_gives_the_published_number_of_parameters_without_keys_
     config = load_config(None, given)
     assert model_facts(config, task_facts(published.kind), name).parameters == published.parameters
     assert given == published.config, "transformers changes nested tables in place"
-    assert tuple(unread_keys(config, published.config)) == published.unread
+    unread = [*unread_keys(config, published.config)]
+    assert [key for key in unread if key in published.unread] == [*published.unread]
+    assert not IS_PINNED or len(unread) == len(published.unread), "older classes read fewer keys"
     assert not [key for key in published.unread if hasattr(config, key)]
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training.float64 import tiny_run
+from transformers import T5ForConditionalGeneration
 
 from hwopt.data.batches.samplers import StepSampler
 from hwopt.data.batches.step_batch import Step, StepBatch
@@ -16,6 +17,8 @@ from hwopt.training.run import Run
 ROWS = 11
 KINDS = ("text-classification", "causal-lm", "image-classification", "seq2seq-lm")
 LIMITS = {"float32": 1e-6, "float64": 1e-12}
+T5_LIMIT = 1e-12 if T5ForConditionalGeneration._supports_sdpa else 1e-6
+"""T5's own attention in older versions of transformers computes its softmax in float32."""
 
 
 def split_step(run: Run, groups: list[list[int]]) -> StepBatch:
@@ -56,7 +59,7 @@ def test_any_split_gives_the_same_gradient(kind: str, dtype: str, examples: int,
         @settings(deadline=None, max_examples=examples)
         def check(groups: list[list[int]]) -> None:
             difference = (gradient(run, split_step(run, groups)) - whole).norm() / whole.norm()
-            assert difference <= LIMITS[dtype], groups
+            assert difference <= (T5_LIMIT if kind == "seq2seq-lm" else LIMITS[dtype]), groups
 
         check()
 
@@ -76,7 +79,7 @@ def test_gradients_of_all_ranks_add_up_to_that_of_one_rank(kind: str, tmp_path: 
                     sampler = replace(whole, rank=rank, world_size=ranks, total_steps=run.steps_per_epoch)
                     total = total + gradient(run, dataset[list(sampler)[step]])
                 parts.append(total)
-            assert (parts[0] - parts[1]).norm() <= 1e-12 * parts[0].norm()
+            assert (parts[0] - parts[1]).norm() <= (T5_LIMIT if kind == "seq2seq-lm" else 1e-12) * parts[0].norm()
 
 
 def test_partial_last_step_is_divided_by_its_own_count(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     (
         "seq2seq-lm",
-        [{"id": f"a{n}", "translation": {"en": f"one {n}", "de": f"eins {n}"}} for n in range(20)],
-        {"prompt": "translation.en", "completion": "translation.de"},
+        [{"id": f"a{n}", "translation": {"de": f"eins {n}", "en": f"one {n}"}} for n in range(20)],
+        {"prompt": "translation.de", "completion": "translation.en"},
     ),
     (
         "causal-lm",

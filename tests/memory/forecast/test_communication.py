@@ -203,9 +203,11 @@ def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
     found = {scheme.pop("name"): scheme for scheme in parallel["schemes"]}
     assert list(found) == [scheme.name for scheme in SCHEMES]
     plain = found["data parallel"]
-    assert [plain[key] for key in ("peak_gib", "eval_peak_gib", "margin_gib", "fits")] == pytest.approx(
-        [memory[key] for key in ("peak_gib", "eval_peak_gib", "margin_gib", "fits")]
+    assert [plain[key] for key in ("peak_gib", "eval_peak_gib", "fits")] == pytest.approx(
+        [memory[key] for key in ("peak_gib", "eval_peak_gib", "fits")]
     )
+    segment = 2 / 1024  # GiB: the schemes play the largest step alone, the plan also those of other widths
+    assert plain["margin_gib"] == pytest.approx(memory["margin_gib"], abs=segment)
     assert plain["peak_gib"] > found["ZeRO-1"]["peak_gib"] >= found["ZeRO-2"]["peak_gib"]
     assert found["FSDP"] == found["ZeRO-3"]
     assert found["FSDP hybrid"]["spread_over"] == 4

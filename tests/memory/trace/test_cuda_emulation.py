@@ -224,7 +224,7 @@ def frame_evaluation(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_gradients_are_added_in_place_where_autograd_does_so(
     function: Callable[[], None], sums: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         function()
     reused: list[int] = []
     reuse = MemoryTracker._reuse
