@@ -32,7 +32,7 @@ SYNONYMS = {
         "max_length": "max_seq_length max_seq_len max_len block_size model_max_length",
         "eval_strategy": "evaluation_strategy",
         "label_smoothing_factor": "label_smoothing",
-        "torch_dtype": "dtype",
+        "torch_dtype": "dtype torch_dtype_str",
         "model_name_or_path": "model_name pretrained_model_name_or_path",
         "model_revision": "revision",
         "train_file": "dataset_name train_path",

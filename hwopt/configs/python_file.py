@@ -163,11 +163,12 @@ class PythonScript:
                 yield from ((imported[name] + dot + rest, word, line) for word, _, line in given if word)
 
     def read(self, arguments: ast.Call) -> list[ast.Call]:
-        """The calls whose keywords are read."""
+        """The calls whose keywords are read: of several calls of a function, which may be alternatives, the first one."""
         parts = set(PARTS) - ({PARTS[2]} & self.own)  # many scripts have a callback of that name with other arguments
         loads = MODEL_LOADED.search
-        others = (each for each in self.calls if called(each) in parts or loads(ast.unparse(each.func)) or adds_adapter(each))
-        return [arguments, *others]
+        others = [each for each in self.calls if called(each) in parts or loads(ast.unparse(each.func)) or adds_adapter(each)]
+        first = {called(each): each for each in reversed(others)}
+        return [arguments, *sorted(first.values(), key=others.index)]
 
     def entries(self, call: ast.Call) -> Iterator[Entry]:
         """The arguments of `call`; those of other calls than the main one with its name in front."""

@@ -53,7 +53,7 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
         return trainer_view(source, listing(source.calls, 4))
     keys = source.top | source.values.keys()
     dialect = max(DIALECTS, key=lambda each: len(keys & each.telling))
-    if found := keys & dialect.telling:
+    if (found := keys & dialect.telling) and "model" not in source.top:  # a key of LLaMA-Factory 1 and of other programs
         return dialect.read(source, listing(sorted(found), 4))
     leaves = {entry.path[-1] for entry in source.entries}
     if words := leaves & (ARGUMENTS | FORMER_NAMES.keys()) or leaves & SYNONYMS.keys():

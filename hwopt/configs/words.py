@@ -134,8 +134,14 @@ FORMER_NAMES = {name: Former(new, gone) for gone, names in RENAMED_ARGUMENTS.ite
 DEPRECATED_NAMES = {f"gradient_checkpointing{end}": Former(f"activation_checkpointing{end}", "6") for end in ("", "_kwargs")}
 """Names that transformers 5 has under another name too."""
 
-RENAMED = {"max_seq_length": "max_length", "tokenizer": "processing_class"}
-"""Keyword that classes of TRL and transformers had -> the present one."""
+TRL_RENAMED = {
+    "max_seq_length": "max_length", "torch_dtype": "dtype", "use_liger": "use_liger_kernel", "use_liger_loss": "use_liger_kernel",
+    "vllm_max_model_len": "vllm_max_model_length",
+    **dict.fromkeys(names("""max_prompt_length vllm_device vllm_dtype label_pad_token_id is_encoder_decoder generate_during_eval
+        rpo_alpha reference_free ref_model_init_kwargs force_use_ref_model use_num_logits_to_keep"""), ""),
+}
+RENAMED = {**TRL_RENAMED, "tokenizer": "processing_class"}
+"""Keyword that classes of TRL and transformers had -> the present one; "" if there is none."""
 GONE = {
     "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
     "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
@@ -145,6 +151,11 @@ GONE = {
 """Keyword of a model's from_pretrained that transformers 5 no longer has -> the present one."""
 
 ARGUMENTS = INTEGERS | NUMBERS | FLAGS | OTHER_ARGUMENTS
+OWN = names("""
+    task text_blocks train_file validation_file test_file train_on_inputs effective_batch_size effective_tokens eval_fraction
+    max_train_samples num_processes num_machines zero_offload zero_stage roles_to_train messages_column
+""")
+"""Words that are no names of TrainingArguments: other programs have names like these."""
 SCHEDULE_OPTIONS = "lr_scheduler_kwargs"
 """The word with the options of the schedule, of which a file may give each by itself."""
 FLAG_TEXTS = dict.fromkeys(("true", "yes", "on", "1", "unsloth"), True) | dict.fromkeys(("false", "no", "off", "0"), False)

@@ -23,6 +23,8 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 """Learning rate of fine-tuning with AdamW at that many rows a step (Devlin et al. 2019: 2e-5 to 5e-5), ten times that for LoRA
 (Hu et al. 2022: 2e-4), and the factor beyond which a rate is far from it."""
 
+LARGE = 13
+"""Billions of parameters whose weights, gradients and Adam states, 16 bytes each, no card holds."""
 SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b", re.IGNORECASE)
 """Names of language models below 1 B parameters: SmolLM-360M is fine-tuned with 1e-3."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
@@ -118,8 +120,11 @@ def counted(rows: int) -> str:
 
 def ranks_unknown(view: View) -> bool:
     """Whether the file trains on several ranks, as FSDP and DeepSpeed do, and does not say on how many."""
-    several = any(entry.path[0] in ("fsdp", "fsdp_config", "deepspeed") for entry in view.source.entries if entry.value)
-    return several and "num_processes" not in view and not view.is_hwopt
+    keys = {part for entry in view.source.entries if entry.value for part in (entry.path[0], entry.path[-1])}
+    large = re.search(r"(?i)(?<![\d.])(\d{2,3})b", str(view.value("model_name_or_path")))
+    alone = not large or int(large[1]) < LARGE or view.adapter is not False
+    several = view.tool == "deepspeed" or not alone or keys & {"fsdp", "fsdp_config", "deepspeed", "dist_config", "_component_"}
+    return bool(several) and "num_processes" not in view and not view.is_hwopt
 
 
 def has_usual_rate(view: View) -> bool:

@@ -29,6 +29,10 @@ def given(value: Any) -> bool:
     return value not in (*NOTHING, "", "no", [], {})
 
 
+def in_graphs(mode: Any) -> bool:
+    return mode in ("reduce-overhead", "max-autotune")
+
+
 def fraction(value: Any) -> bool:
     return is_number(value) and 0 <= value < 1
 
@@ -96,14 +100,13 @@ COMBINATIONS = (
         what="{lora_dropout} is not 0 with DoRA.",
         why="PEFT has a faster path without dropout (+29 % samples per second); DoRA takes 1.2 to 2 times as long as LoRA.",
         source="PEFT, DoRA: a faster path without dropout"),
-    combination("compile-widths", "warning", {"torch_compile": True, "packing": not_}, tools=TRAINERS,
-        fix="pad to a few fixed widths, as a hwopt profile does",
-        what="torch.compile compiles again for each new width of a batch.",
-        why="At the recompile limit of 8 torch runs in eager mode, silently. The mode reduce-overhead records graphs again.",
-        source="pytorch#188150; recompile limit of 8"),
+    combination("compile-widths", "warning", {"torch_compile_mode": in_graphs, "packing": not_}, tools=TRAINERS,
+        fix="pad to a few fixed widths, as a hwopt profile does, or use the mode default",
+        what="{torch_compile_mode} records CUDA graphs again for each new width of a batch.",
+        why="With batches padded to their longest sample nearly each step records a graph, which costs time and memory.",
+        source="pytorch#188150"),
     combination("compile-graphs", "error",
-        {"torch_compile": True, "torch_compile_mode": lambda mode: mode in ("reduce-overhead", "max-autotune"),
-         "gradient_accumulation_steps": several},
+        {"torch_compile": True, "torch_compile_mode": in_graphs, "gradient_accumulation_steps": several},
         tools=TRAINERS, fix={"torch_compile_mode": "default"},
         what="{torch_compile_mode} records CUDA graphs, and a step has several micro-batches.",
         why="The next micro-batch overwrites the outputs of a graph: the backward pass fails, or gradients are wrong.",

@@ -97,9 +97,13 @@ def is_trl(view: View) -> bool:
 def former_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A name that transformers, TRL or axolotl no longer has; a note for one that the next version will not have."""
     trl = view.tool == "transformers" and view.source.language != "Python" and is_trl(view)
-    former = {**words.FORMER[view.tool], **({"max_seq_length": words.Former(words.RENAMED["max_seq_length"], "")} if trl else {})}
+    former = {**words.FORMER[view.tool], **{name: words.Former(new, "") for name, new in words.TRL_RENAMED.items() if trl}}
+    # a table with keys of its own is that of a program, which reads it by itself
+    own = {each.path[:-1] for each in view.unread_as("unknown")} - {()} if view.source.language != "Python" else set()
     for each in (*view.settings.values(), *view.unread):
         name = each.path[-1]
+        if own & {each.path[:end] for end in range(len(each.path))}:
+            continue
         unset = view.tool == "axolotl" and each.value is None
         if name in former and not unset and each.place not in refused(view):
             instead, gone = former[name]
@@ -130,7 +134,7 @@ def known_names(view: View) -> frozenset[str]:
     if view.tool == "accelerate":
         return accepted("accelerate.commands.config.config_args.ClusterConfig") or frozenset()
     if view.tool == "transformers":
-        return words.ARGUMENTS.union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
+        return (words.ARGUMENTS - words.OWN).union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
     dialect = next(each for each in DIALECTS if each.tool == view.tool)
     shared = {word for word in words.ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
     own = (*dialect.keys, *dialect.reasons, *dialect.telling)
@@ -141,8 +145,9 @@ def known_names(view: View) -> frozenset[str]:
 def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A key that is almost a key of the tool, or the name that another tool has for it."""
     whose, why, level = UNKNOWN[view.tool]
-    end = -1 if view.tool == "transformers" else 0
+    end, tables = -1 if view.tool == "transformers" else 0, {each.path[:-1] for each in view.settings.values()}
     given = [each for each in view.unread_as("unknown") if view.source.language != "Python" or len(each.path) == 1]
+    given = [each for each in given if end == 0 or (len(each.path) < 3 and each.path[:-1] in tables)]
     given += view.settings.values() if view.tool in ("axolotl", "llama-factory") else ()
     names = known_names(view) if given else frozenset()
     for name, each in {each.path[-1 if each.path[0] == ZERO else end]: each for each in reversed(given)}.items():
@@ -160,7 +165,7 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("not-a-value", "error", source='notes.md#rtx-3070-16-or-32-rows: "16  ← Actually 16, not 96!"')
 def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
     """A value of the wrong type, such as text behind a number."""
-    for each in view.unread_as("unreadable"):
+    for each in (each for each in view.unread_as("unreadable") if view.tool != "transformers" or each.word not in words.OWN):
         why = "The trainer stops, or reads a text."
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
