@@ -135,10 +135,16 @@ DEPRECATED_NAMES = {f"gradient_checkpointing{end}": Former(f"activation_checkpoi
 """Names that transformers 5 has under another name too."""
 
 TRL_RENAMED = {
-    "max_seq_length": "max_length", "torch_dtype": "dtype", "use_liger": "use_liger_kernel", "use_liger_loss": "use_liger_kernel",
+    "max_seq_length": "max_length",
+    "torch_dtype": "dtype",
+    "use_liger": "use_liger_kernel",
+    "use_liger_loss": "use_liger_kernel",
     "vllm_max_model_len": "vllm_max_model_length",
-    **dict.fromkeys(names("""max_prompt_length vllm_device vllm_dtype label_pad_token_id is_encoder_decoder generate_during_eval
-        rpo_alpha reference_free ref_model_init_kwargs force_use_ref_model use_num_logits_to_keep"""), ""),
+    **dict.fromkeys(
+        names("""max_prompt_length vllm_device vllm_dtype label_pad_token_id is_encoder_decoder generate_during_eval
+        rpo_alpha reference_free ref_model_init_kwargs force_use_ref_model use_num_logits_to_keep"""),
+        "",
+    ),
 }
 RENAMED = {**TRL_RENAMED, "tokenizer": "processing_class"}
 """Keyword that classes of TRL and transformers had -> the present one; "" if there is none."""

@@ -134,7 +134,8 @@ def known_names(view: View) -> frozenset[str]:
     if view.tool == "accelerate":
         return accepted("accelerate.commands.config.config_args.ClusterConfig") or frozenset()
     if view.tool == "transformers":
-        return (words.ARGUMENTS - words.OWN).union(*(accepted(f"trl.{name}Config") or () for name in (TRL_CONFIGS if is_trl(view) else ())))
+        classes = TRL_CONFIGS if is_trl(view) else ()
+        return (words.ARGUMENTS - words.OWN).union(*(accepted(f"trl.{name}Config") or () for name in classes))
     dialect = next(each for each in DIALECTS if each.tool == view.tool)
     shared = {word for word in words.ARGUMENTS if dialect.arguments and dialect.spelling(word) == word}
     own = (*dialect.keys, *dialect.reasons, *dialect.telling)
