@@ -6,6 +6,7 @@ read it, and `hwopt import` translates it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,8 @@ class View:
     spelling: Callable[[str], str] = str
     settings: dict[str, ConfigSetting] = field(default_factory=dict)
     unread: list[ConfigSetting] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+    """Words and keys that a rule asked for."""
 
     HALF = ("fp16", "bf16", "pure_bf16", "mixed_precision")
 
@@ -109,9 +112,12 @@ class View:
         if found is None:
             self.leave(entry, "has no value", "other")
         elif (first := self.settings.get(word)) is not None:
-            self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other")
+            self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other", word)
         else:
             self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, reason=doubt)
+            stage = re.search(r"(?i)z(?:ero)?[_-]?([1-3])|stage[_-]?([1-3])", str(found)) if word == "deepspeed" else None
+            if stage and self.tool != "accelerate":  # which has a key for it
+                self.imply("zero_stage", int(stage[1] or stage[2]), self.settings[word], "by the name of the file")
 
     def add_schedule_option(self, option: str, entry: Entry) -> None:
         """Add `option` to those of the schedule, which are one setting."""
@@ -121,9 +127,9 @@ class View:
         options = {**self.value(SCHEDULE_OPTIONS, {}), option: value}
         self.settings[SCHEDULE_OPTIONS] = ConfigSetting(**vars(entry) | {"value": options}, word=SCHEDULE_OPTIONS)
 
-    def imply(self, word: str, value: Any, by: ConfigSetting) -> None:
-        """Set `word` to a value that the tool implies; `by` is the setting whose place it gets."""
-        self.settings.setdefault(word, ConfigSetting(by.path, value, by.line, by.place, word=word))
+    def imply(self, word: str, value: Any, by: ConfigSetting, reason: str = "") -> None:
+        """Set `word` to a value that the tool implies, or for a `reason` a guess; `by` is the setting whose place it gets."""
+        self.settings.setdefault(word, ConfigSetting(by.path, value, by.line, by.place, word=word, reason=reason))
 
     def leave(self, entry: Entry, reason: str, kind: Kind = "unknown", word: str = "") -> None:
         if entry.interpolated:
@@ -143,9 +149,12 @@ class View:
 
     def found(self, word: str) -> ConfigSetting | None:
         """The setting for `word`. A word that the tools do not share is the key of one tool."""
-        if word in self or word in ARGUMENTS:
-            return self.settings.get(word)
-        return next((each for each in self.unread if each.key == word and each.kind in ("unknown", "other")), None)
+        if word in self:
+            return self.settings[word]
+        unread = (each for each in self.unread if each.kind in ("unknown", "other") and word not in ARGUMENTS)
+        found = next((each for each in (*self.settings.values(), *unread) if each.key == word), None)
+        self.asked |= {word} if found else set()
+        return found
 
     def number(self, word: str) -> float | None:
         """The value of `word` if the file gives it as a number."""
@@ -161,12 +170,17 @@ class View:
         """Whether the file sets the flag `word`; "auto" counts as not set."""
         return self.value(word) is True
 
+    def written(self, word: str) -> Any:
+        """The value of a word, or what the file has for a key: not the value that the reader made of it for a word."""
+        found = self.found(word)
+        return found and (found.value if found.word in ("", word) else self.source.values.get(word, found.value))
+
     def meets(self, word: str, expected: Any) -> bool:
         """Whether the value is `expected`, or passes the test `expected`. No value passes that cannot be read."""
         found = self.found(word)
         if found is None and not self.lacks(word):
             return False
-        value = found and found.value
+        value = self.written(word)
         return bool(expected(value)) if callable(expected) else value == expected
 
     def unread_as(self, kind: Kind) -> Iterator[ConfigSetting]:

@@ -75,16 +75,27 @@ VALUES = {
     "save_strategy": INTERVALS | {"best"},
     "attn_implementation": names("eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention"),
     "torch_compile_mode": names("default reduce-overhead max-autotune max-autotune-no-cudagraphs"),
+    "report_to": names("all none azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab "
+        "tensorboard trackio wandb"),
+    "loss_type": names("""
+        nll dft chunked_nll sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero
+        apo_down discopop sft kto grpo dr_grpo bnpo dapo cispo sapo luspo vespo
+    """),
+    **{f"{table}bnb_4bit_quant_type": names("nf4 fp4") for table in ("", "BitsAndBytesConfig.")},
 }
-"""Word -> its values in transformers 5; of the last two only the usual ones."""
-ACCELERATE_VALUES = {
+"""Word -> its values in transformers 5, TRL and bitsandbytes."""
+USUAL = names("attn_implementation torch_compile_mode report_to loss_type scheduler.type")
+"""Words of which only the usual values are listed."""
+ZERO_DEVICES = {f"zero_optimization.offload_{part}.device": names("none cpu nvme") for part in ("param", "optimizer")}
+SCHEDULERS_OF_DEEPSPEED = names("LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR")
+VALUES_OF = {"deepspeed": {**ZERO_DEVICES, "scheduler.type": SCHEDULERS_OF_DEEPSPEED}, "accelerate": {
     "mixed_precision": names("no fp16 bf16 fp8"),
     "fsdp_config.fsdp_sharding_strategy": names("FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2 1 2 3 4 5"),
     "fsdp_config.fsdp_auto_wrap_policy": names("TRANSFORMER_BASED_WRAP SIZE_BASED_WRAP NO_WRAP"),
     "fsdp_config.fsdp_state_dict_type": names("FULL_STATE_DICT LOCAL_STATE_DICT SHARDED_STATE_DICT 1 2 3"),
     "fsdp_config.fsdp_backward_prefetch": names("BACKWARD_PRE BACKWARD_POST NO_PREFETCH 1 2"),
-}
-"""Key of accelerate -> its values, of any case."""
+}}
+"""Tool -> key -> its values, those of accelerate in any case."""
 MODULES = names("""
     q_proj k_proj v_proj o_proj out_proj qkv_proj gate_proj up_proj down_proj gate_up_proj in_proj query_key_value dense
     dense_h_to_4h dense_4h_to_h query key value query_proj key_proj value_proj c_attn c_proj c_fc fc1 fc2 fc_in fc_out q_lin
@@ -222,48 +233,28 @@ def number(word: str, value: Any) -> int | float:
 FURTHER = {
     "axolotl": names("""
     activation_offloading adam_beta3 adam_epsilon2 added_tokens_overrides attn_implementation auto_resume_from_checkpoints
-    base_model_config batch_flattening bench_dataset bench_split bfloat16 bnb_config_kwargs center_rewards_coefficient
-    chat_template_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks cls_model_config
-    comet_api_key comet_experiment_config comet_experiment_key comet_mode comet_online comet_project_name comet_workspace
-    context_parallel_size cosine_constant_lr_ratio cosine_min_lr_ratio cpo_alpha curriculum_sampling cut_cross_entropy
-    dataset_exact_deduplication dataset_keep_in_memory dataset_num_proc dataset_shard_idx dataset_shard_num ddp deepcompile
-    default_system_message device device_map dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of do_bench_eval
-    do_causal_lm_eval dp_replicate_size dp_shard_size dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_padding_free
-    dpo_use_liger_kernel dpo_use_weighting dynamic_checkpoint eaft_alpha eaft_k ebft embedding_lr embedding_lr_scale
-    embeddings_skip_upcast eot_tokens eval_causal_lm_metrics eval_sequence_len excess_length_strategy
-    experimental_skip_move_to_device experts_implementation fix_untrained_tokens flash_attn_cross_entropy flash_attn_fuse_mlp
-    flash_attn_fuse_qkv flash_optimum flex_attn_compile_kwargs float16 float32 fp8 fp8_enable_fsdp_float8_all_gather
-    freeze_mm_modules fsdp_final_state_dict_type fsdp_version gc_steps gemma4_hybrid_attn_impl generate_samples
-    generation_do_sample generation_max_new_tokens generation_prompt_ratio generation_temperature generation_top_k
-    generation_top_p gptq gpu_memory_limit gradio_max_new_tokens gradio_server_name gradio_server_port gradio_share
-    gradio_temperature gradio_title grokfast_alpha grokfast_lamb heads_k_stride hf_mlflow_log_artifacts hf_use_auth_token
-    image_resize_algorithm image_size include_tkps include_tokens_per_second is_falcon_derived_model is_llama_derived_model
-    is_mistral_derived_model is_qwen_derived_model jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps
-    kto_desirable_weight kto_undesirable_weight layer_offloading liger_cross_entropy liger_glu_activation liger_layer_norm
-    liger_rms_norm liger_rms_norm_gated liger_rope liger_swiglu liger_use_token_scaling lisa_layers_attribute lisa_n_layers
-    lisa_step_interval llama4_linearized_experts llmcompressor lora_embedding_kernel lora_fan_in_fan_out lora_mlp_kernel
-    lora_model_dir lora_o_kernel lora_on_cpu lora_qkv_kernel lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio
-    low_cpu_mem_usage lr_div_factor lr_groups lr_quadratic_warmup max_memory max_prompt_len mean_resizing_embeddings merge_lora
-    merge_method min_sample_len mlflow_experiment_name mlflow_run_name mlflow_tracking_uri model_config model_kwargs
-    model_quantization_config model_quantization_config_kwargs model_revision model_type multipack_real_batches
-    num_dataset_shards_to_save num_generation_samples num_labels orpo_alpha otel_metrics_host otel_metrics_port
-    overrides_of_model_config overrides_of_model_kwargs pad_to_multiple_of pad_to_sequence_len peft peft_autocast_adapter_dtype
-    peft_ensure_weight_tying peft_layer_replication peft_layers_pattern peft_trainable_token_indices plugins pose_max_context_len
-    pose_num_chunks pose_split_on_token_ids precompute_ref_log_probs preprocess_iterable pretrain_multipack_attn
-    pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation process_reward_model processor_type
-    profiler_steps profiler_steps_start push_dataset_to_hub qat qlora_sharded_model_loading quantization quantize_moe_experts
-    ray_num_workers ray_run_name reinit_weights relora relora_cpu_offload relora_prune_method relora_prune_ratio relora_steps
-    relora_warmup_steps resize_token_embeddings_to_32x resources_per_worker reward_model ring_attn_func rl rl_beta sage_attention
-    sample_packing_bin_size sample_packing_eff_est sample_packing_group_size sample_packing_mp_start_method
-    sample_packing_sequentially save_compressed save_safetensors scaling_softmax scaling_softmax_bias scaling_softmax_factor
-    sequence_parallel_degree shrink_embeddings shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma
-    skip_prepare_dataset special_tokens spectrum_model_name spectrum_top_fraction streaming streaming_multipack_buffer_size
-    tensor_parallel_size tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp tokenizer_legacy tokenizer_save_jinja_files
-    tokenizer_type tokenizer_use_fast tokenizer_use_mistral_common tokens torchdistx_path trainer_cls trl type_of_model
-    unfrozen_parameters unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_o unsloth_lora_qkv unsloth_rms_norm unsloth_rope
-    swanlab_project swanlab_log_model use_comet use_eaft use_kernels use_mlflow use_otel_metrics use_pose use_ray
-    use_tensorboard use_wandb vllm wandb_entity
-    wandb_log_model wandb_mode wandb_name wandb_project wandb_run_id wandb_watch world_size
+    base_model_config batch_flattening bfloat16 bnb_config_kwargs center_rewards_coefficient chat_template_kwargs
+    chunked_cross_entropy chunked_cross_entropy_num_chunks cls_model_config context_parallel_size cosine_constant_lr_ratio
+    cosine_min_lr_ratio cpo_alpha curriculum_sampling cut_cross_entropy dataset_exact_deduplication dataset_keep_in_memory
+    dataset_num_proc ddp deepcompile default_system_message device device_map do_causal_lm_eval dp_replicate_size
+    dp_shard_size dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_use_weighting
+    dynamic_checkpoint ebft embedding_lr eot_tokens eval_causal_lm_metrics eval_sequence_len excess_length_strategy
+    experts_implementation fix_untrained_tokens flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_fuse_qkv
+    flex_attn_compile_kwargs float16 float32 fp8 freeze_mm_modules fsdp_final_state_dict_type fsdp_version gc_steps gptq
+    include_tkps include_tokens_per_second kto_desirable_weight kto_undesirable_weight layer_offloading liger_cross_entropy
+    liger_glu_activation liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope liger_swiglu liger_use_token_scaling
+    llmcompressor lora_embedding_kernel lora_fan_in_fan_out lora_mlp_kernel lora_model_dir lora_o_kernel lora_on_cpu
+    lora_qkv_kernel lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio low_cpu_mem_usage max_memory max_prompt_len
+    merge_lora model_config model_kwargs model_quantization_config model_quantization_config_kwargs model_revision model_type
+    multipack_real_batches num_labels orpo_alpha overrides_of_model_config overrides_of_model_kwargs pad_to_multiple_of
+    pad_to_sequence_len peft peft_autocast_adapter_dtype peft_ensure_weight_tying peft_layer_replication peft_layers_pattern
+    peft_trainable_token_indices plugins precompute_ref_log_probs preprocess_iterable pretrain_multipack_attn
+    pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation processor_type push_dataset_to_hub qat
+    qlora_sharded_model_loading quantization quantize_moe_experts reinit_weights relora resize_token_embeddings_to_32x
+    reward_model rl rl_beta sage_attention save_compressed save_safetensors sequence_parallel_degree shrink_embeddings
+    shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma skip_prepare_dataset special_tokens streaming
+    streaming_multipack_buffer_size tensor_parallel_size tokenizer_type tokenizer_use_fast tokens trainer_cls trl
+    type_of_model unfrozen_parameters use_kernels vllm world_size
     """),
     # it stops at unknown keys and names them: only those that are words of another tool too
     "llama-factory": names("batch_size max_length overwrite_output_dir use_liger_kernel"),
@@ -301,6 +292,8 @@ GONE_FROM_AXOLOTL = {
     "eval_table_size": "num_generation_samples with generate_samples", "eval_max_new_tokens": "generation_max_new_tokens",
     **dict.fromkeys(
         names("dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss rpo_alpha s2_attention flash_attn_rms_norm"), ""),
+    **{f"unsloth_lora_{part}": f"lora_{part}_kernel" for part in ("mlp", "qkv", "o")},
+    **dict.fromkeys(names("unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope"), ""),
 }
 # fmt: on
 FORMER: Mapping[str, Mapping[str, Former]] = {

@@ -26,7 +26,7 @@ def show_reports(console: Console, reports: Iterable[CheckReport]) -> None:
         for finding in report.findings:
             show_finding(console, finding)
         if report.unread:
-            show_line(console, f"keys that no rule reads: {listing(report.unread, 20)}")
+            show_line(console, f"keys that no rule could read: {listing(report.unread, 20)}")
         for rules in report.waiting:
             show_line(console, f"not checked: {rules}")
         counts = ((report.count(level), NAMES[level]) for level in LEVELS)

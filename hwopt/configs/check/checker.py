@@ -37,6 +37,7 @@ class CheckReport:
     """The card and where it comes from."""
     findings: tuple[Finding, ...]
     unread: tuple[str, ...] = ()
+    """Keys that no rule reads, or whose values only the program knows that reads the file."""
     rules: int = 0
     waiting: tuple[str, ...] = ()
     """Rules that were not applied, with what they need."""
@@ -129,7 +130,7 @@ def check(view: View, facts: Facts, rules: Sequence[Rule], card: str = "") -> Ch
         with plugin_guard(f"rule {rule.name!r}", "the rule"):
             found += [reported(rule, finding, view) for finding in rule.function(view, facts)]
     found.sort(key=lambda each: (LEVELS.index(each.level or "error"), len(each.place), each.place))
-    unread = tuple(each.key for each in view.unread_as("unknown"))
+    unread = tuple(each.key for each in view.unread if each.kind in ("unknown", "interpolation") and each.key not in view.asked)
     needs = tuple(f"{', '.join(names)}: needs {need}" for need, names in waiting.items())
     return CheckReport(view.source.name, TOOL_NAMES[view.tool], view.recognised_by, card, tuple(found), unread, applied, needs)
 

@@ -10,7 +10,6 @@ from hwopt.configs.check import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.combinations import FLASH
 from hwopt.configs.view import View
 from hwopt.hardware.device import GIB, Feature
-from hwopt.model.facts import EXCEEDS_FP16
 
 FEATURES: Mapping[Feature, tuple[Mapping[str, Any], str]] = {
     "bf16": ({"bf16": True, "pure_bf16": True, "mixed_precision": "bf16"}, "torch emulates bf16 there, which is slow."),
@@ -55,14 +54,6 @@ def asking_for(feature: Feature, view: View) -> str | None:
     return next((word for word, asked in FEATURES[feature][0].items() if view.meets(word, asked)), None)
 
 
-@rule("tf32-beside-half", "information", words=("tf32",), source="TF32 concerns products of fp32 tensors only")
-def tf32_beside_half(view: View, facts: Facts) -> Iterator[Finding]:
-    """TF32 beside fp16 or bf16, where few products are left in fp32."""
-    if view.is_on("tf32") and (half := next(filter(view.is_on, ("bf16", "fp16")), None)):
-        why = f"TF32 speeds up products of fp32 tensors; with {half} few are left. It does no harm."
-        yield Finding("tf32", f"tf32 and {half} are both on.", why)
-
-
 @rule("compute-type", "warning", words=("load_in_4bit",), source="bitsandbytes, Linear4bit.forward", tools=TRAINERS)
 def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
     """Products of 4-bit layers in fp32, the default of BitsAndBytesConfig, beside half precision."""
@@ -74,16 +65,6 @@ def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"{view.spelled(key)} is {'fp32' if key in view else 'not given'} beside {view.spelled(word)} = true."
         why = "bitsandbytes casts the input of each 4-bit layer to fp32: its products run in fp32, at a fraction of the speed."
         yield Finding(key if key in view else "load_in_4bit", what, why, view.line(key, half[word]))
-
-
-@rule("fp16-model", "warning", words=("fp16", "mixed_precision"), source="transformers#36822 (Gemma) and #9295 (T5)")
-def fp16_model(view: View, facts: Facts) -> Iterator[Finding]:
-    """fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5."""
-    name, word = str(view.value("model_name_or_path")), asking_for("fp16", view)
-    if word and EXCEEDS_FP16.search(name):
-        what = f"{name.rsplit('/', 1)[-1]} with fp16."
-        why = "The model was trained in bf16. Its activations can exceed 65,504, the largest fp16 number: the loss becomes NaN."
-        yield Finding(word, what, why, f"{view.half_precision('bf16', word)}; without bf16 on the card train in fp32")
 
 
 @rule("flash-fp32", "error", words=("attn_implementation",), source="transformers, Flash Attention", tools=TRAINERS)

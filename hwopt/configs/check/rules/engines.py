@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hwopt.configs.check import TRAINERS, Facts, Finding, rule
-from hwopt.configs.check.rules.card import asking_for, is_small
+from hwopt.configs.check.rules.card import is_small
 from hwopt.configs.check.rules.combinations import REENTRANT
 from hwopt.configs.launchers import DEEPSPEED, NOTHING
 from hwopt.configs.recognise import read_source
@@ -104,50 +104,6 @@ def states_offload(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding("optim", what, why, view.line("optim", "adamw_torch"))
 
 
-@rule("offload-stage", "error", words=("zero_offload",), source="DeepSpeed: offload_param needs stage 3")
-def offload_stage(view: View, facts: Facts) -> Iterator[Finding]:
-    """Offloading that the ZeRO stage does not support."""
-    stage, target = view.number("zero_stage"), view.value("zero_offload")
-    least = {"parameters": 3, "optimizer": 1}.get(str(target), 0)
-    if stage is not None and stage < least:
-        what = f"The {target} are offloaded with ZeRO stage {stage:g}; stage {least} is needed."
-        why = "DeepSpeed ignores the setting or stops."
-        yield Finding("zero_offload", what, why, view.line("zero_stage", least))
-
-
-SPLIT = ("zero_optimization.stage3_gather_16bit_weights_on_model_save", "deepspeed_config.zero3_save_16bit_model")
-
-
-@rule("split-weights", "warning", words=SPLIT, source="transformers, deepspeed.md; accelerate, get_state_dict")
-def split_weights(view: View, facts: Facts) -> Iterator[Finding]:
-    """ZeRO stage 3 without gathering the weights to save them."""
-    for word in SPLIT:
-        if view.meets(word, False) and view.number("zero_stage") == 3:
-            what = f"{view.spelled('zero_stage')} is 3, and {word.partition('.')[2]} is false."
-            why = "A checkpoint has no weights that from_pretrained reads, until zero_to_fp32.py has joined the parts."
-            yield Finding(word, what, why, view.line(word, True))
-
-
-@rule("qlora-bits", "error", words=("use_peft",), source="axolotl, schemas/peft.py: validate_qlora", tools=("axolotl",))
-def qlora_bits(view: View, facts: Facts) -> Iterator[Finding]:
-    """adapter is qlora, and the weights are not in 4 bits."""
-    eight, four = view.is_on("load_in_8bit"), view.is_on("load_in_4bit")
-    if view.source.values.get("adapter") == "qlora" and "peft" not in view.source.top and (eight or not four):
-        what = f"adapter is qlora, and {'load_in_8bit is true' if eight else 'load_in_4bit is not true'}."
-        fix = view.lines({**({"load_in_8bit": False} if eight else {}), "load_in_4bit": True})
-        why = "axolotl stops: QLoRA trains over weights in 4 bits; LoRA takes 8 bits."
-        yield Finding("load_in_8bit" if eight else "use_peft", what, why, fix)
-
-
-@rule("fp16-cpu", "warning", words=("use_cpu",), source="accelerate, Accelerator: fp16 for devices other than the CPU")
-def fp16_cpu(view: View, facts: Facts) -> Iterator[Finding]:
-    """fp16 beside use_cpu, which trains in fp32."""
-    if view.is_on("use_cpu") and (word := asking_for("fp16", view)):
-        what = f"{view.spelled(word)} asks for fp16, and {view.spelled('use_cpu')} is true."
-        why = "accelerate trains in fp32 on a CPU then, without a message. bf16 is what a CPU can train in."
-        yield Finding(word, what, why, view.half_precision("bf16", word))
-
-
 @rule("launch-processes", "error", words=("num_processes",), source="accelerate, utils/launch.py", tools=("accelerate",))
 def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
     """Processes that the machines, or their cards, do not have."""
@@ -180,6 +136,7 @@ def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
     table, kind = "fsdp_config", view.value("distributed_type", "FSDP")
     given = {each.path[-1].removeprefix("fsdp_"): each for each in view.source.entries if each.path[0] == table}
     values = {word: str(each.value).lower() for word, each in given.items() if each.value is not None}
+    view.asked |= {each.key for each in given.values()}
     if kind != "FSDP":
         what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
         if values.keys() & {"version", "sharding_strategy"}:

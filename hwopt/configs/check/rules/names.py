@@ -149,7 +149,8 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
     end, tables = -1 if view.tool == "transformers" else 0, {each.path[:-1] for each in view.settings.values()}
     given = [each for each in view.unread_as("unknown") if view.source.language != "Python" or len(each.path) == 1]
     given = [each for each in given if end == 0 or (len(each.path) < 3 and each.path[:-1] in tables)]
-    given += view.settings.values() if view.tool in ("axolotl", "llama-factory") else ()
+    if view.tool in ("axolotl", "llama-factory"):
+        given += [*view.settings.values(), *(each for each in view.unread_as("other") if each.word)]
     names = known_names(view) if given else frozenset()
     for name, each in {each.path[-1 if each.path[0] == ZERO else end]: each for each in reversed(given)}.items():
         zero, known = each.path[0] == ZERO, words.ZERO_KEYS if each.path[0] == ZERO else names
@@ -171,20 +172,20 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("value-name", "error", source="transformers, OptimizerNames; accelerate", tools=(*TRAINERS, "accelerate"))
+@rule("value-name", "error", source="transformers, OptimizerNames; accelerate; DeepSpeed", tools=tuple(UNKNOWN))
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A value that transformers or accelerate does not have, such as an optimizer. Of open lists only almost the same names."""
+    """A value that the tool does not have, such as the name of an optimizer. Of open lists only almost the same names."""
     accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
-    for word, known in (words.ACCELERATE_VALUES if accelerate else words.VALUES).items():
-        name = str(found.value) if (found := view.found(word)) and found.value is not None else next(iter(known))
+    for word, known in words.VALUES_OF.get(view.tool, words.VALUES).items():
+        name = str(value) if (value := view.written(word)) is not None else next(iter(known))
         if known & ({name, name.upper(), name.lower()} if accelerate else {name}) or name in ("adamw_hf", "adamw_apex_fused"):
             continue  # transformers 4 has these optimizers too
-        usual = word in ("attn_implementation", "torch_compile_mode")
+        usual = word in words.USUAL
         near = get_close_matches(name[:80], sorted(known), n=1, cutoff=0.82 if usual else ALIKE if axolotl else 0.7)
         if name == "False" and "no" in known and not axolotl:  # YAML reads no without quotes as false
             near = ['"no"' if view.source.language == "YAML" else "no"]
         fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
-        what = f"{view.tool if accelerate or axolotl else 'transformers'} has no {view.spelled(word)} {truncate(name)}."
+        what = f"{'transformers' if view.tool in TRANSFORMERS else view.tool} has no {view.spelled(word)} {truncate(name)}."
         if not (usual or axolotl) or (near and (usual or abs(len(near[0]) - len(name)) <= 2)):
             yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)
 
@@ -218,12 +219,3 @@ def key_twice(view: View, facts: Facts) -> Iterator[Finding]:
     for each in view.unread_as("replaced"):
         why = "The last one counts, without a message."
         yield about(each, f"{shown(each)} is replaced by a later line.", why, "remove one of the two")
-
-
-@rule("interpolation", "information", source="Hydra and OmegaConf; names of a script")
-def interpolation(view: View, facts: Facts) -> Iterator[Finding]:
-    """A value that refers to another one, which no rule can read."""
-    for each in view.unread_as("interpolation"):
-        if each.word != "use_peft":  # known from an import, not a line that the user could change
-            why = "Only the program that reads the file knows the value."
-            yield about(each, f"{shown(each)} is not resolved, and not checked.", why)

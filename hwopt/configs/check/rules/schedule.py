@@ -8,7 +8,7 @@ from math import ceil
 
 from hwopt.configs.check import TRANSFORMERS, Facts, Finding, rule
 from hwopt.configs.python_file import PATIENCE
-from hwopt.configs.view import TOOL_NAMES, View
+from hwopt.configs.view import View
 from hwopt.configs.words import names
 
 LEAST, USUAL, MOST = 0.03, 0.06, 0.10
@@ -47,15 +47,6 @@ def warmup_share(view: View, facts: Facts) -> Iterator[Finding]:
     yield Finding(word, what, effect, view.line(word, usual), "error" if share >= 1 else None)
 
 
-@rule("warmup-ignored", "warning", words=("lr_scheduler_type",), source="transformers, get_constant_schedule")
-def warmup_ignored(view: View, facts: Facts) -> Iterator[Finding]:
-    """A warm-up beside the schedule "constant", which has none."""
-    word = next((word for word in ("warmup_steps", "warmup_ratio") if (view.number(word) or 0) > 0), None)
-    if word and view.value("lr_scheduler_type") == "constant":
-        what = f"{view.spelled(word)} has no effect: the schedule is constant."
-        yield Finding(word, what, "The first steps have the full rate.", view.line("lr_scheduler_type", "constant_with_warmup"))
-
-
 @rule("no-clipping", "warning", words=("max_grad_norm", "zero_stage"), source="transformers and DeepSpeed: their defaults")
 def no_clipping(view: View, facts: Facts) -> Iterator[Finding]:
     """Gradients are not clipped: max_grad_norm is 0, or a file of DeepSpeed has no gradient_clipping."""
@@ -79,9 +70,10 @@ def best_model(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"save_strategy is {save}, and eval_strategy is {evaluation} (their defaults: steps and no)."
         yield Finding(BEST, what, why, view.line(word, wanted))
     every, between = view.number("save_steps"), view.number("eval_steps")
-    if save == evaluation == "steps" and every and between and abs(every / between - round(every / between)) > 1e-9:
+    mixed = every and between and (every < 1) != (between < 1)  # a share of the steps and a number of steps
+    if save == evaluation == "steps" and every and between and (mixed or abs(every / between - round(every / between)) > 1e-9):
         what = f"{view.spelled('save_steps')} is {every:g}, not a multiple of {view.spelled('eval_steps')} = {between:g}."
-        wanted_steps = max(1, round(every / between)) * between
+        wanted_steps = between if mixed else max(1, round(every / between)) * between
         yield Finding("save_steps", what, why, view.line("save_steps", wanted_steps))
 
 
@@ -99,20 +91,6 @@ def worst_model(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"{view.spelled(GREATER)} is {str(taken).lower()}{by_default}, and {view.spelled(METRIC)} is {name}."
         why = f"A {'larger' if larger else 'smaller'} value of the metric is better: the worst model is kept."
         yield Finding(METRIC if by_default else GREATER, what, why, view.line(GREATER, larger))
-
-
-@rule("evaluation-data", "error", source="axolotl, check_evals; transformers, Trainer", tools=("axolotl", "llama-factory"))
-def evaluation_data(view: View, facts: Facts) -> Iterator[Finding]:
-    """Evaluations, and no rows for them."""
-    share, axolotl = "eval_fraction", view.tool == "axolotl"
-    word = "eval_steps" if axolotl and "eval_strategy" not in view else "eval_strategy"
-    # without val_set_size axolotl leaves the evaluations out
-    none = view.value(share) == 0 if axolotl else not view.value(share) and (share in view or view.lacks(share))
-    elsewhere = not view.lacks("validation_file") or view.source.top & {"tokenized_path", "test_datasets"}
-    if view.value(word, "no") not in ("no", 0) and none and not elsewhere:
-        what = f"{view.spelled(word)} is {view.value(word)}, and {view.spelled(share)} is 0."
-        why = f"{TOOL_NAMES[view.tool]} stops: no rows are left for evaluations."
-        yield Finding(word, what, why, view.line(share, 0.05))
 
 
 @rule("early-stopping", "error", words=(PATIENCE,), source="transformers, EarlyStoppingCallback", tools=TRANSFORMERS)

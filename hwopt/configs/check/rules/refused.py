@@ -1,0 +1,148 @@
+"""Settings that a tool refuses, alone or together: a row for each, by the checks in the sources of the tool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import not_
+from typing import Any
+
+from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Tools, rule
+from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, several, written
+from hwopt.configs.view import TOOL_NAMES, View, is_number
+from hwopt.configs.words import ARGUMENTS
+
+FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
+"""Keys of axolotl."""
+
+
+def is_two(value: Any) -> bool:
+    return str(value) == "2"
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+Row = tuple[Mapping[str, Any], Any]
+PAIRS: Mapping[Tools, str] = {
+    TRAINERS: "fp16_full_eval bf16_full_eval, fsdp deepspeed, load_in_8bit load_in_4bit",
+    HF: "auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora",
+    (
+        "accelerate",
+    ): "mixed_precision deepspeed, zero_stage deepspeed, max_grad_norm deepspeed, gradient_accumulation_steps deepspeed",
+    ("axolotl",): """save_steps saves_per_epoch, eval_steps evals_per_epoch, warmup_ratio warmup_steps, sample_packing rl,
+        val_set_size validation_file, val_set_size streaming, val_set_size pretraining_dataset, max_memory gpu_memory_limit,
+        batch_size gradient_accumulation_steps, cut_cross_entropy liger_fused_linear_cross_entropy, lora_mlp_kernel load_in_8bit,
+        lora_qkv_kernel load_in_8bit, lora_o_kernel load_in_8bit, lora_mlp_kernel trust_remote_code, relora deepspeed,
+        lora_qkv_kernel trust_remote_code, lora_o_kernel trust_remote_code, lora_dropout lora_target_parameters""",
+    (
+        "llama-factory",
+    ): """val_size eval_dataset, max_samples streaming, train_on_prompt mask_history, pissa_init quantization_bit,
+        resize_vocab quantization_bit, use_galore deepspeed, use_apollo deepspeed""",
+}
+"""Tools -> settings that they refuse if the one behind it is given too."""
+NEEDS: Mapping[Tools, str] = {
+    TRAINERS: "dataloader_prefetch_factor dataloader_num_workers, dataloader_persistent_workers dataloader_num_workers",
+    ("axolotl",): """streaming max_steps, pretraining_dataset max_steps, activation_offloading gradient_checkpointing,
+        early_stopping_patience save_steps, early_stopping_patience eval_steps, deepcompile deepspeed""",
+    ("llama-factory",): "streaming max_steps",
+}
+"""Tools -> settings that they refuse without the one behind it."""
+USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eval_steps": 100, "gradient_checkpointing": True}
+NOT_TWO = {key: lambda version: not is_two(version) for key in FSDP_VERSIONS}
+NOT_SFT, NOT_LORA = among("pt", "rm", "ppo", "dpo", "kto"), among("full", "freeze", "oft")
+WITHOUT_MINIMUM = among(None, "linear", "cosine", "polynomial", "constant", "constant_with_warmup")
+EVALUATES, NO_ROWS = (lambda value: value not in (None, "no", 0)), {"validation_file": off, "test_datasets": off}
+# fmt: off
+REFUSED: Mapping[Tools, tuple[Row, ...]] = {
+    (*TRANSFORMERS, "deepspeed"): (({"bf16": True, "fp16": True}, {"fp16": False}),),
+    TRANSFORMERS: (
+        ({"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "decay")), "lr_scheduler_kwargs": not_},
+            "lr_scheduler_kwargs with min_lr_rate, or num_decay_steps for warmup_stable_decay"),
+        ({"lr_scheduler_kwargs": lambda options: "min_lr" in str(options), "lr_scheduler_type": WITHOUT_MINIMUM},
+            {"lr_scheduler_type": "cosine_with_min_lr"}),
+        ({"lr_scheduler_type": among("reduce_lr_on_plateau", "greedy"), "eval_strategy": among(None, "no")},
+            {"eval_strategy": "epoch"}),
+        ({"logging_steps": is_zero, "logging_strategy": among(None, "steps")}, {"logging_steps": 10}),
+    ),
+    HF: (
+        ({"LoraConfig.target_modules": lambda names: is_text(names) and "," in names}, "give a list of names"),
+        ({"layers_to_transform": given, "lora_target_modules": is_text}, "give the modules as a list of names"),
+        ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
+        ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
+        ({"from_pretrained.device_map": given, "zero_stage": 3}, "remove device_map"),
+    ),
+    ("deepspeed",): (
+        *(({"scheduler.type": kind, "max_steps": not_, "scheduler.params.total_num_steps": not_}, "give total_num_steps")
+          for kind in ("WarmupDecayLR", "WarmupCosineLR")),
+        *(({f"zero_optimization.{part}.device": "nvme", f"zero_optimization.{part}.nvme_path": not_}, f"give {part} a nvme_path")
+          for part in ("offload_param", "offload_optimizer")),
+    ),
+    ("axolotl",): (
+        ({"datasets.0.type": lambda kind: str(kind).startswith("sharegpt")}, "type: chat_template"),
+        *(({f"{kind}_steps": positive, f"{kind}_strategy": lambda it: it and it != "steps"}, f"remove {{{kind}_steps}}")
+          for kind in ("save", "eval")),
+        ({"eval_strategy": EVALUATES, "eval_fraction": is_zero, **NO_ROWS}, {"eval_fraction": 0.05}),
+        ({"eval_steps": EVALUATES, "eval_strategy": among(None), "eval_fraction": is_zero, **NO_ROWS}, {"eval_fraction": 0.05}),
+        ({"adapter": "qlora", "load_in_8bit": True}, {"load_in_8bit": False, "load_in_4bit": True}),
+        ({"adapter": "qlora", "load_in_8bit": off, "load_in_4bit": not_, "peft.loftq_config": off}, {"load_in_4bit": True}),
+        ({"rl": "simpo", "warmup_ratio": positive}, "warmup_steps instead of {warmup_ratio}"),
+        ({"rl": "kto", "remove_unused_columns": lambda value: value is not False}, {"remove_unused_columns": False}),
+        ({"dpo_loss_type": given, "rl": lambda kind: kind != "dpo"}, "rl: dpo"),
+        ({"save_strategy": "best", "metric_for_best_model": not_}, {"metric_for_best_model": "eval_loss"}),
+        ({"save_safetensors": False}, "remove save_safetensors"),
+        ({"context_parallel_size": several, "attn_implementation": among("sdpa", "eager", "flex_attention")},
+            "attn_implementation: flash_attention_2"),
+        *(({"optim": lambda name: "8bit" in str(name), f"fsdp_config.{key}": True, **NOT_TWO}, {"optim": "adamw_torch"})
+          for key in ("offload_params", "fsdp_offload_params")),
+        *(row for key in FSDP_VERSIONS for row in (
+            ({"optim": among("adamw_8bit", "adamw_bnb_8bit"), key: is_two}, {"optim": "adamw_torch_8bit"}),
+            ({"fsdp_config.cpu_ram_efficient_loading": True, "load_in_4bit": True, key: is_two}, "set it to false"),
+            ({"load_in_4bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: is_two}, "remove {load_in_4bit}"),
+            ({"load_in_8bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: is_two}, "remove {load_in_8bit}"))),
+        ({"tokens": bool, "use_peft": True, "modules_to_save": not_}, "lora_modules_to_save: [embed_tokens, lm_head]"),
+    ),
+    ("llama-factory",): (
+        *(({key: EVALUATES, "eval_fraction": not_, "validation_file": off, "tokenized_path": off}, {"eval_fraction": 0.05})
+          for key in ("eval_strategy", "do_eval", "do_predict", "predict_with_generate")),
+        ({"do_predict": True, "predict_with_generate": not_, "stage": among(None, "sft")}, "predict_with_generate: true"),
+        *(({key: True, "stage": NOT_SFT}, f"remove {key}")
+          for key in ("predict_with_generate", "neat_packing", "train_on_prompt", "mask_history")),
+        ({"stage": among("rm", "ppo"), "load_best_model_at_end": True}, {"load_best_model_at_end": False}),
+        ({"adapter_name_or_path": bool, "finetuning_type": NOT_LORA}, "finetuning_type: lora"),
+        ({"quantization_bit": is_number, "finetuning_type": among("full", "freeze")}, "finetuning_type: lora"),
+        *(({key: True, "finetuning_type": NOT_LORA}, f"remove {key}") for key in ("use_dora", "use_rslora", "pissa_init")),
+        *(({f"use_{name}": True, "finetuning_type": among(None, "lora")}, "finetuning_type: full")
+          for name in ("galore", "apollo", "badam")),
+        *(({key: True, "zero_stage": 3}, "use ZeRO stage 2")
+          for key in ("load_in_8bit", "predict_with_generate", "pure_bf16", "pissa_init", "use_unsloth")),
+    ),
+}
+"""Tools -> settings that they refuse together, and what to write."""
+# fmt: on
+
+
+def is_own(view: View, word: str) -> bool:
+    """Whether the file spells `word` as the tool does, and not as a program that reads its own files."""
+    found = view.found(word)
+    return view.tool != "transformers" or found is None or word == found.key or not ARGUMENTS.isdisjoint(found.path)
+
+
+def refusals() -> Iterator[tuple[Tools, Mapping[str, Any], Any]]:
+    """(tools, settings, fix) of all three tables."""
+    for table, second, fix in ((PAIRS, given, "remove {0}"), (NEEDS, not_, "set {1}")):
+        for tools, text in table.items():
+            for words in (pair.split() for pair in text.split(",")):
+                usual = {words[1]: USUAL[words[1]]} if second is not_ and words[1] in USUAL else ""
+                yield tools, {words[0]: given, words[1]: second}, usual or fix.format(*(f"{{{word}}}" for word in words))
+    yield from ((tools, *row) for tools, rows in REFUSED.items() for row in rows)
+
+
+@rule("refused-pair", "error", source="transformers, TRL, PEFT, axolotl, LLaMA-Factory, DeepSpeed, accelerate: their checks")
+def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
+    """Settings that the tool refuses, such as fp16 and bf16 together, or save_steps and saves_per_epoch of axolotl."""
+    for tools, settings, fix in refusals():
+        if meets_all(view, tools, settings) and is_own(view, word := next(iter(settings))):
+            together = " together" if len(settings) > 1 else ""
+            why = f"{TOOL_NAMES[view.tool]} refuses {'them' if together else 'it'}{together}, and stops."
+            yield Finding(word, f"{written(view, settings)}.", why, instead(view, fix, word))
