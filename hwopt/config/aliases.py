@@ -41,7 +41,8 @@ SYNONYMS = {
         "label_column": "label_column_name",
         "use_cpu": "no_cuda",
         "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
-        "lora_r": "LoraConfig.r get_peft_model.r",
+        "lora_r": "lora_rank LoraConfig.r get_peft_model.r",
+        "warmup_steps": "num_warmup_steps",
         "lora_target_modules": "LoraConfig.target_modules get_peft_model.target_modules",
     }.items()
     for name in others.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ EVALUATION_WORDS = {"per_device_train_batch_size": "per_device_eval_batch_size"}
 OTHER_LISTS = {
     "defaults": "Hydra's list of further files; only this file is read",
     "hydra": "a setting of Hydra itself",
+    "profiler": "a setting of a profiler",
     "input_require_grads": "hwopt's checkpointing is never reentrant",
 }
 
@@ -94,8 +96,15 @@ def trainer_view(source: SourceFile, recognised_by: str) -> View:
     if source.entries and ("SFTConfig" in source.calls or telling & {entry.path[-1] for entry in source.entries}):
         first = source.entries[0]
         view.imply("task", "causal-lm", ConfigSetting(first.path, first.value, first.line, first.place))
-    if {"dataset_test_split", "train_file"} <= view.settings.keys() and view.value("eval_strategy", "no") != "no":
-        view.imply("validation_file", view.value("train_file"), view.settings["dataset_test_split"])  # as TRL's scripts do
+    data = view.settings.get("train_file")
+    if data and data.key == "dataset_name":  # of TRL's scripts
+        config = next((each for each in view.unread if each.key == "dataset_config" and isinstance(each.value, str)), None)
+        if config:
+            data = view.settings["train_file"] = replace(data, value=f"{data.value}:{config.value}")
+            view.unread[view.unread.index(config)] = config.left(f"the data is {data.value}", "other")
+        if source.language != "Python" and view.value("eval_strategy", "no") != "no":
+            view.imply("dataset_test_split", "test", data)
+            view.imply("validation_file", data.value, view.settings["dataset_test_split"])
     return view
 
 

@@ -123,7 +123,10 @@ def without_adapter(view: View) -> list[ConfigSetting]:
         return []
     plugin = plugin_aliases()["use_peft"].split(".")[1]
     words = [word for word in view.settings if plugin_aliases().get(word, "").split(".")[1:2] == [plugin]]
-    return [view.settings.pop(word).left("no adapter is asked for, so it has no effect", "other") for word in words]
+    left = ignored("no adapter is asked for, so it has no effect")
+    if view.adapter is None:
+        left = without(f"the file does not say that the program trains an adapter; [plugins.{plugin}] switches one on")
+    return [view.settings.pop(word).left(*left) for word in words]
 
 
 def problem(model: Any, at: tuple[str, ...], table: Mapping[str, Any]) -> str:

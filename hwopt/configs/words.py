@@ -253,7 +253,7 @@ FURTHER = {
     qlora_sharded_model_loading quantization quantize_moe_experts reinit_weights relora resize_token_embeddings_to_32x
     reward_model rl rl_beta sage_attention save_compressed save_safetensors sequence_parallel_degree shrink_embeddings
     shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma skip_prepare_dataset special_tokens streaming
-    streaming_multipack_buffer_size tensor_parallel_size tokenizer_type tokenizer_use_fast tokens trainer_cls trl
+    streaming_multipack_buffer_size tensor_parallel_size tokenizer_type tokenizer_use_fast tokens trainer_cls use_eaft trl
     type_of_model unfrozen_parameters use_kernels vllm world_size
     """),
     # it stops at unknown keys and names them: only those that are words of another tool too

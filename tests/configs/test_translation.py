@@ -62,6 +62,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data.train": "a/b", "data.split": "x", "data.eval_split": "y", "data.eval": "a/b", "data.eos_token": "<e>",
         "task.kind": "causal-lm"},
     "dataset_name: a/b\ndataset_test_split: y": {"data.train": "a/b", "task.kind": "causal-lm"},
+    "dataset_name: a/b\npacking: false\neval_strategy: epoch\ndataset_config: c\nprofiler:\n  warmup_steps: 3": {
+        "data.train": "a/b:c", "data.eval_split": "test", "data.eval": "a/b:c",
+        "task.kind": "causal-lm"},
     "lora_r: 16\ndataset_name: a/b": {"data.train": "a/b"},
     "finetuning_type: full\nlora_rank: 8\ndataset: a": {"data.train": "a", "task.kind": "causal-lm"},
     "cutoff_len: 64\nmask_history: true\ntrain_on_prompt: false": {
