@@ -77,14 +77,10 @@ VALUES = {
     "torch_compile_mode": names("default reduce-overhead max-autotune max-autotune-no-cudagraphs"),
     "report_to": names("all none azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab "
         "tensorboard trackio wandb"),
-    "loss_type": names("""
-        nll dft chunked_nll sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero
-        apo_down discopop sft kto grpo dr_grpo bnpo dapo cispo sapo luspo vespo
-    """),
     **{f"{table}bnb_4bit_quant_type": names("nf4 fp4") for table in ("", "BitsAndBytesConfig.")},
 }
 """Word -> its values in transformers 5, TRL and bitsandbytes."""
-USUAL = names("attn_implementation torch_compile_mode report_to loss_type scheduler.type")
+USUAL = names("attn_implementation torch_compile_mode report_to scheduler.type")
 """Words of which only the usual values are listed."""
 ZERO_DEVICES = {f"zero_optimization.offload_{part}.device": names("none cpu nvme") for part in ("param", "optimizer")}
 SCHEDULERS_OF_DEEPSPEED = names("LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR")
@@ -232,29 +228,16 @@ def number(word: str, value: Any) -> int | float:
 # fmt: off
 FURTHER = {
     "axolotl": names("""
-    activation_offloading adam_beta3 adam_epsilon2 added_tokens_overrides attn_implementation auto_resume_from_checkpoints
-    base_model_config batch_flattening bfloat16 bnb_config_kwargs center_rewards_coefficient chat_template_kwargs
-    chunked_cross_entropy chunked_cross_entropy_num_chunks cls_model_config context_parallel_size cosine_constant_lr_ratio
-    cosine_min_lr_ratio cpo_alpha curriculum_sampling cut_cross_entropy dataset_exact_deduplication dataset_keep_in_memory
-    dataset_num_proc ddp deepcompile default_system_message device device_map do_causal_lm_eval dp_replicate_size
-    dp_shard_size dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_use_weighting
-    dynamic_checkpoint ebft embedding_lr eot_tokens eval_causal_lm_metrics eval_sequence_len excess_length_strategy
-    experts_implementation fix_untrained_tokens flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_fuse_qkv
-    flex_attn_compile_kwargs float16 float32 fp8 freeze_mm_modules fsdp_final_state_dict_type fsdp_version gc_steps gptq
-    include_tkps include_tokens_per_second kto_desirable_weight kto_undesirable_weight layer_offloading liger_cross_entropy
-    liger_glu_activation liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope liger_swiglu liger_use_token_scaling
-    llmcompressor lora_embedding_kernel lora_fan_in_fan_out lora_mlp_kernel lora_model_dir lora_o_kernel lora_on_cpu
-    lora_qkv_kernel lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio low_cpu_mem_usage max_memory max_prompt_len
-    merge_lora model_config model_kwargs model_quantization_config model_quantization_config_kwargs model_revision model_type
-    multipack_real_batches num_labels orpo_alpha overrides_of_model_config overrides_of_model_kwargs pad_to_multiple_of
-    pad_to_sequence_len peft peft_autocast_adapter_dtype peft_ensure_weight_tying peft_layer_replication peft_layers_pattern
-    peft_trainable_token_indices plugins precompute_ref_log_probs preprocess_iterable pretrain_multipack_attn
-    pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation processor_type push_dataset_to_hub qat
-    qlora_sharded_model_loading quantization quantize_moe_experts reinit_weights relora resize_token_embeddings_to_32x
-    reward_model rl rl_beta sage_attention save_compressed save_safetensors sequence_parallel_degree shrink_embeddings
-    shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma skip_prepare_dataset special_tokens streaming
-    streaming_multipack_buffer_size tensor_parallel_size tokenizer_type tokenizer_use_fast tokens trainer_cls use_eaft trl
-    type_of_model unfrozen_parameters use_kernels vllm world_size
+    activation_offloading adam_beta3 adam_epsilon2 attn_implementation batch_flattening chat_template_kwargs
+    chunked_cross_entropy context_parallel_size cosine_constant_lr_ratio cosine_min_lr_ratio cut_cross_entropy
+    dataset_num_proc ddp deepcompile device device_map dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_padding_free
+    dpo_use_liger_kernel dpo_use_weighting eot_tokens excess_length_strategy flash_attn_cross_entropy flash_attn_fuse_mlp
+    flash_attn_fuse_qkv fp8 fsdp_version gc_steps liger_cross_entropy liger_layer_norm liger_rms_norm liger_rms_norm_gated
+    liger_rope liger_swiglu lora_mlp_kernel lora_model_dir lora_o_kernel lora_qkv_kernel lora_target_parameters
+    loraplus_lr_ratio low_cpu_mem_usage max_memory max_prompt_len model_config model_kwargs model_revision model_type
+    num_labels pad_to_multiple_of pad_to_sequence_len peft peft_layers_pattern plugins precompute_ref_log_probs
+    pretraining_dataset relora reward_model rl rl_beta save_safetensors sequence_parallel_degree special_tokens streaming
+    tensor_parallel_size tokenizer_type tokenizer_use_fast tokens use_eaft trl unfrozen_parameters use_kernels sage_attention
     """),
     # it stops at unknown keys and names them: only those that are words of another tool too
     "llama-factory": names("batch_size max_length overwrite_output_dir use_liger_kernel"),

@@ -1,4 +1,4 @@
-"""Comments and summaries that say another value than the file sets. Readers believe the comment; the run takes the value."""
+"""Comments that say another value than the file sets. Readers believe the comment; the run takes the value."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ VALUES = {TRAIN: BATCH, "dataloader_num_workers": WORKERS}
 """Word -> how a comment states its value."""
 CONDITION = re.compile(r"\b(if|or|could|would|may|can)\b", re.IGNORECASE)
 """A comment with such a word names an alternative."""
-DTYPES = re.compile(r"\b(?:fp16|bf16|fp32)\b")
-PRODUCT = re.compile(r"\b(\d+)\s*[x×]\s*(\d+)\b(?!\s*(?:tokens|GB|GiB))")
 SAVES = re.compile(r"\b(oom|out of memory|memory|vram)\b", re.IGNORECASE)
 
 
@@ -58,30 +56,6 @@ def claims(setting: ConfigSetting, comment: str, view: View) -> Iterator[tuple[f
         yield int(found[1]) * view.train_rows, value, ""
     elif word == "warmup_ratio" and (found := PERCENT.match(comment)):
         yield float(found[1]), round(100 * value, 6), " percent"
-
-
-@rule("summary-value", "warning", source="a profile with 32 x 4 in its summary and 64 x 2 in its table", tools=("hwopt-profile",))
-def summary_value(view: View, facts: Facts) -> Iterator[Finding]:
-    """The summary of a profile says another value than the profile sets."""
-    text, train = str(view.value("summary", "")), view.number(TRAIN)
-    workers, dtype = view.number("dataloader_num_workers"), str(view.value("mixed_precision"))
-    set_values = {
-        PRODUCT: train and f"{train:g} x {view.number(ACCUMULATION) or 1:g}",
-        BATCH: train and f"batch {train:g}",
-        WORKERS: workers is not None and f"{workers:g} workers",
-        DTYPES: DTYPES.match(dtype) and dtype,
-    }
-    for pattern, actual in set_values.items():
-        said = [found[0] for found in pattern.finditer(text)]
-        if actual and said and not any(same(each, actual) for each in said):
-            what = f'The summary "{text[:80]}" says {said[0]}; the profile sets {actual}.'
-            why = "`hwopt profiles` shows the summary, and a run takes the values."
-            yield Finding("summary", what, why, f"correct the summary: {actual}")
-
-
-def same(said: str, actual: str) -> bool:
-    """Whether both texts have the same numbers, or are the same word."""
-    return re.findall(r"\d+", said) == re.findall(r"\d+", actual) if " " in actual else said == actual
 
 
 @rule("checkpointing-off-for-memory", "warning", words=("gradient_checkpointing",), source="notes.md#t4")

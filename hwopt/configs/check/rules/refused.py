@@ -7,20 +7,12 @@ from operator import not_
 from typing import Any
 
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Tools, rule
-from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, several, written
+from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, written
 from hwopt.configs.view import TOOL_NAMES, View, is_number
 from hwopt.configs.words import ARGUMENTS
 
 FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
 """Keys of axolotl."""
-
-
-def is_two(value: Any) -> bool:
-    return str(value) == "2"
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 Row = tuple[Mapping[str, Any], Any]
@@ -49,7 +41,8 @@ NEEDS: Mapping[Tools, str] = {
 }
 """Tools -> settings that they refuse without the one behind it."""
 USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eval_steps": 100, "gradient_checkpointing": True}
-NOT_TWO = {key: lambda version: not is_two(version) for key in FSDP_VERSIONS}
+IS_TWO, IS_TEXT = (lambda value: str(value) == "2"), (lambda value: isinstance(value, str))
+NOT_TWO = {key: lambda version: str(version) != "2" for key in FSDP_VERSIONS}
 NOT_SFT, NOT_LORA = among("pt", "rm", "ppo", "dpo", "kto"), among("full", "freeze", "oft")
 WITHOUT_MINIMUM = among(None, "linear", "cosine", "polynomial", "constant", "constant_with_warmup")
 EVALUATES, NO_ROWS = (lambda value: value not in (None, "no", 0)), {"validation_file": off, "test_datasets": off}
@@ -66,8 +59,8 @@ REFUSED: Mapping[Tools, tuple[Row, ...]] = {
         ({"logging_steps": is_zero, "logging_strategy": among(None, "steps")}, {"logging_steps": 10}),
     ),
     HF: (
-        ({"LoraConfig.target_modules": lambda names: is_text(names) and "," in names}, "give a list of names"),
-        ({"layers_to_transform": given, "lora_target_modules": is_text}, "give the modules as a list of names"),
+        ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
+        ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
         ({"from_pretrained.device_map": given, "zero_stage": 3}, "remove device_map"),
@@ -91,15 +84,13 @@ REFUSED: Mapping[Tools, tuple[Row, ...]] = {
         ({"dpo_loss_type": given, "rl": lambda kind: kind != "dpo"}, "rl: dpo"),
         ({"save_strategy": "best", "metric_for_best_model": not_}, {"metric_for_best_model": "eval_loss"}),
         ({"save_safetensors": False}, "remove save_safetensors"),
-        ({"context_parallel_size": several, "attn_implementation": among("sdpa", "eager", "flex_attention")},
-            "attn_implementation: flash_attention_2"),
         *(({"optim": lambda name: "8bit" in str(name), f"fsdp_config.{key}": True, **NOT_TWO}, {"optim": "adamw_torch"})
           for key in ("offload_params", "fsdp_offload_params")),
         *(row for key in FSDP_VERSIONS for row in (
-            ({"optim": among("adamw_8bit", "adamw_bnb_8bit"), key: is_two}, {"optim": "adamw_torch_8bit"}),
-            ({"fsdp_config.cpu_ram_efficient_loading": True, "load_in_4bit": True, key: is_two}, "set it to false"),
-            ({"load_in_4bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: is_two}, "remove {load_in_4bit}"),
-            ({"load_in_8bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: is_two}, "remove {load_in_8bit}"))),
+            ({"optim": among("adamw_8bit", "adamw_bnb_8bit"), key: IS_TWO}, {"optim": "adamw_torch_8bit"}),
+            ({"fsdp_config.cpu_ram_efficient_loading": True, "load_in_4bit": True, key: IS_TWO}, "set it to false"),
+            ({"load_in_4bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: IS_TWO}, "remove {load_in_4bit}"),
+            ({"load_in_8bit": True, "rl": among("dpo", "kto", "orpo", "ipo"), key: IS_TWO}, "remove {load_in_8bit}"))),
         ({"tokens": bool, "use_peft": True, "modules_to_save": not_}, "lora_modules_to_save: [embed_tokens, lm_head]"),
     ),
     ("llama-factory",): (
