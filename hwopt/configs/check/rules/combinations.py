@@ -88,8 +88,8 @@ DOUBTS = (
             {"eval_strategy": "steps"}),
         ("warning", TRANSFORMERS, {"torch_compile": False, "torch_compile_mode": bool}, "A mode switches compilation on.",
             "remove {torch_compile_mode}"),
-        ("warning", HF, {"BitsAndBytesConfig.bnb_4bit_compute_dtype": bool, "load_in_4bit": not_},
-            "It is the type of products with 4-bit weights.", ""),
+        *(("warning", HF, {f"BitsAndBytesConfig.bnb_4bit_{key}": bool, "load_in_4bit": not_}, "It is about 4-bit weights.", "")
+          for key in ("compute_dtype", "use_double_quant", "quant_type")),
         ("warning", (), {"fp16": True, "use_cpu": True}, ON_CPU, {"fp16": False, "bf16": True}),
         ("warning", (), {"mixed_precision": "fp16", "use_cpu": True}, ON_CPU, {"mixed_precision": "bf16"}),
         ("warning", ("axolotl",), {"fp16": True, "bf16": True}, "axolotl trains in bf16.", {"fp16": False}),

@@ -128,37 +128,27 @@ def launch_processes(view: View, facts: Facts) -> Iterator[Finding]:
 
 
 FSDP1_KEYS = names("sharding_strategy backward_prefetch forward_prefetch use_orig_params sync_module_states")
+SHARDS_WEIGHTS = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
 
 
-@rule("fsdp-version", "error", source="accelerate, FullyShardedDataParallelPlugin, to_fsdp2.py, launch.py", tools=("accelerate",))
+@rule("fsdp-version", "warning", source="accelerate, to_fsdp2.py, launch.py", tools=("accelerate",))
 def fsdp_version(view: View, facts: Facts) -> Iterator[Finding]:
-    """Settings of FSDP that its version refuses; a warning for those that have no effect, by version or distributed_type."""
+    """Settings of FSDP that have no effect, by its version or by distributed_type."""
     table, kind = "fsdp_config", view.value("distributed_type", "FSDP")
-    given = {each.path[-1].removeprefix("fsdp_"): each for each in view.source.entries if each.path[0] == table}
-    values = {word: str(each.value).lower() for word, each in given.items() if each.value is not None}
-    view.asked |= {each.key for each in given.values()}
-    if kind != "FSDP":
+    found = [each for each in view.source.entries if each.path[0] == table and each.value is not None]
+    given = {each.path[-1].removeprefix("fsdp_"): each for each in found}
+    view.asked |= {each.key for each in found}
+    old = [given[word].path[-1] for word in given if word in FSDP1_KEYS]
+    if kind != "FSDP" and given.keys() & {"version", "sharding_strategy"}:
         what, why = f"{table} is given, and distributed_type is {kind}.", "The launcher does not start FSDP, without a warning."
-        if values.keys() & {"version", "sharding_strategy"}:
-            yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}", "warning")
-        return
-    two, efficient = values.get("version") == "2", values.get("cpu_ram_efficient_loading", "true") == "true"
-    if two and (old := [given[word].path[-1] for word in values if word in FSDP1_KEYS]):
-        shards = values.get("sharding_strategy", "full_shard") in ("full_shard", "hybrid_shard", "1", "4")
-        what, why = (
-            f"{', '.join(old)} beside fsdp_version: 2.",
-            "These settings belong to FSDP 1; accelerate ignores them with version 2.",
+        yield Finding("distributed_type", what, why, f"distributed_type: FSDP, or remove {table}")
+    elif old and kind == "FSDP" and "version" in given and str(given["version"].value) == "2":
+        strategy = str(given["sharding_strategy"].value).upper() if "sharding_strategy" in given else "1"
+        fix = (
+            f"fsdp_reshard_after_forward: {str(strategy in SHARDS_WEIGHTS).lower()} instead of fsdp_sharding_strategy; no others"
         )
-        fix = f"fsdp_reshard_after_forward: {str(shards).lower()} instead of fsdp_sharding_strategy; no others"
-        yield Finding(f"{table}.{old[0]}", what, why, fix, "warning")
-    for word, wrong, beside, usual in (
-        ("reshard_after_forward", two and values.get("reshard_after_forward") not in ("true", "false"), "version 2", "true"),
-        ("state_dict_type", two and values.get("state_dict_type") == "local_state_dict", "version 2", "SHARDED_STATE_DICT"),
-        ("sync_module_states", efficient and values.get("sync_module_states") == "false", "cpu_ram_efficient_loading", "true"),
-    ):
-        if word in values and wrong:
-            what = f"{given[word].path[-1]} is {given[word].value} with {beside}."
-            yield Finding(given[word].key, what, "accelerate stops with a ValueError.", view.line(given[word].key, usual))
+        what = f"{', '.join(old)} beside fsdp_version: 2."
+        yield Finding(f"{table}.{old[0]}", what, "They belong to FSDP 1; accelerate ignores them with version 2.", fix)
 
 
 def deepspeed_view(view: View) -> View | None:

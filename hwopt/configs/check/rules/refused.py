@@ -7,10 +7,11 @@ from operator import not_
 from typing import Any
 
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Tools, rule
-from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, written
+from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, several, written
 from hwopt.configs.view import TOOL_NAMES, View, is_number
 from hwopt.configs.words import ARGUMENTS
 
+FSDP = "fsdp_config.fsdp_"
 FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
 """Keys of axolotl."""
 
@@ -19,18 +20,13 @@ Row = tuple[Mapping[str, Any], Any]
 PAIRS: Mapping[Tools, str] = {
     TRAINERS: "fp16_full_eval bf16_full_eval, fsdp deepspeed, load_in_8bit load_in_4bit",
     HF: "auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora",
-    (
-        "accelerate",
-    ): "mixed_precision deepspeed, zero_stage deepspeed, max_grad_norm deepspeed, gradient_accumulation_steps deepspeed",
     ("axolotl",): """save_steps saves_per_epoch, eval_steps evals_per_epoch, warmup_ratio warmup_steps, sample_packing rl,
         val_set_size validation_file, val_set_size streaming, val_set_size pretraining_dataset, max_memory gpu_memory_limit,
         batch_size gradient_accumulation_steps, cut_cross_entropy liger_fused_linear_cross_entropy, lora_mlp_kernel load_in_8bit,
         lora_qkv_kernel load_in_8bit, lora_o_kernel load_in_8bit, lora_mlp_kernel trust_remote_code, relora deepspeed,
         lora_qkv_kernel trust_remote_code, lora_o_kernel trust_remote_code, lora_dropout lora_target_parameters""",
-    (
-        "llama-factory",
-    ): """val_size eval_dataset, max_samples streaming, train_on_prompt mask_history, pissa_init quantization_bit,
-        resize_vocab quantization_bit, use_galore deepspeed, use_apollo deepspeed""",
+    ("llama-factory",): """val_size eval_dataset, max_samples streaming, train_on_prompt mask_history, use_apollo deepspeed,
+        pissa_init quantization_bit, resize_vocab quantization_bit, use_galore deepspeed""",
 }
 """Tools -> settings that they refuse if the one behind it is given too."""
 NEEDS: Mapping[Tools, str] = {
@@ -41,9 +37,11 @@ NEEDS: Mapping[Tools, str] = {
 }
 """Tools -> settings that they refuse without the one behind it."""
 USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eval_steps": 100, "gradient_checkpointing": True}
+IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
 IS_TWO, IS_TEXT = (lambda value: str(value) == "2"), (lambda value: isinstance(value, str))
 NOT_TWO = {key: lambda version: str(version) != "2" for key in FSDP_VERSIONS}
 NOT_SFT, NOT_LORA = among("pt", "rm", "ppo", "dpo", "kto"), among("full", "freeze", "oft")
+PROJECTED, LAYERWISE = (lambda name: str(name)[:6] in ("galore", "apollo")), (lambda name: str(name).endswith("layerwise"))
 WITHOUT_MINIMUM = among(None, "linear", "cosine", "polynomial", "constant", "constant_with_warmup")
 EVALUATES, NO_ROWS = (lambda value: value not in (None, "no", 0)), {"validation_file": off, "test_datasets": off}
 # fmt: off
@@ -57,13 +55,26 @@ REFUSED: Mapping[Tools, tuple[Row, ...]] = {
         ({"lr_scheduler_type": among("reduce_lr_on_plateau", "greedy"), "eval_strategy": among(None, "no")},
             {"eval_strategy": "epoch"}),
         ({"logging_steps": is_zero, "logging_strategy": among(None, "steps")}, {"logging_steps": 10}),
+        *(({f"{kind}_steps": lambda steps: positive(steps) and steps > 1 and steps % 1 > 0}, "a whole number, or a share below 1")
+          for kind in ("eval", "save", "logging")),
+        ({"optim": PROJECTED, "optim_target_modules": not_}, {"optim_target_modules": "all-linear"}),
+        ({"optim": LAYERWISE, "gradient_accumulation_steps": several}, {"gradient_accumulation_steps": 1}),
     ),
     HF: (
         ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
-        ({"from_pretrained.device_map": given, "zero_stage": 3}, "remove device_map"),
+        *(({"from_pretrained.device_map": given, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
+    ),
+    ("accelerate",): (
+        *(({word: lambda value: value is not None, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
+        ({f"{FSDP}reshard_after_forward": lambda value: value not in (None, True, False), f"{FSDP}version": IS_TWO},
+            {f"{FSDP}reshard_after_forward": True}),
+        ({f"{FSDP}state_dict_type": lambda kind: "LOCAL" in str(kind).upper(), f"{FSDP}version": IS_TWO},
+            {f"{FSDP}state_dict_type": "SHARDED_STATE_DICT"}),
+        ({f"{FSDP}sync_module_states": False, f"{FSDP}cpu_ram_efficient_loading": lambda value: value is not False},
+            {f"{FSDP}sync_module_states": True}),
     ),
     ("deepspeed",): (
         *(({"scheduler.type": kind, "max_steps": not_, "scheduler.params.total_num_steps": not_}, "give total_num_steps")
@@ -83,7 +94,6 @@ REFUSED: Mapping[Tools, tuple[Row, ...]] = {
         ({"rl": "kto", "remove_unused_columns": lambda value: value is not False}, {"remove_unused_columns": False}),
         ({"dpo_loss_type": given, "rl": lambda kind: kind != "dpo"}, "rl: dpo"),
         ({"save_strategy": "best", "metric_for_best_model": not_}, {"metric_for_best_model": "eval_loss"}),
-        ({"save_safetensors": False}, "remove save_safetensors"),
         *(({"optim": lambda name: "8bit" in str(name), f"fsdp_config.{key}": True, **NOT_TWO}, {"optim": "adamw_torch"})
           for key in ("offload_params", "fsdp_offload_params")),
         *(row for key in FSDP_VERSIONS for row in (
@@ -134,6 +144,6 @@ def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings that the tool refuses, such as fp16 and bf16 together, or save_steps and saves_per_epoch of axolotl."""
     for tools, settings, fix in refusals():
         if meets_all(view, tools, settings) and is_own(view, word := next(iter(settings))):
-            together = " together" if len(settings) > 1 else ""
-            why = f"{TOOL_NAMES[view.tool]} refuses {'them' if together else 'it'}{together}, and stops."
-            yield Finding(word, f"{written(view, settings)}.", why, instead(view, fix, word))
+            lines = written(view, settings)
+            why = f"{TOOL_NAMES[view.tool]} refuses {'them together' if ' beside ' in lines else 'it'}, and stops."
+            yield Finding(word, f"{lines}.", why, instead(view, fix, word))
