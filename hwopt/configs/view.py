@@ -214,7 +214,7 @@ class View:
         if not self.lacks("use_peft"):
             return self.is_on("use_peft") or (False if self.value("use_peft") is False else None)
         if self.tool == "axolotl":
-            return None if "peft" in self.source.top else False
+            return None if {"peft", "hatchery"} & self.source.top else False
         if self.tool == "llama-factory":
             return {"lora": True, "full": False}.get(str(self.source.values.get("finetuning_type", "lora")))
         return False if self.is_hwopt or TRL_KEYS & self.source.top else None
@@ -229,6 +229,7 @@ class View:
         found = [name for name in classes if name.endswith("Config") and name not in ("SFTConfig", *PARTS)]
         found += ["stage"] if self.source.values.get("stage") not in (None, "sft", "pt") else []
         found += [key for key in keys if key in PREFERENCES or (key in REWARDS and keys[key])]
+        found += ["trainer_type"] if re.search("DPO|GRPO|KTO", str(keys.get("trainer_type"))) else []
         return next(iter(found), "")
 
     @property

@@ -130,14 +130,15 @@ def ranks_unknown(view: View) -> bool:
 def has_usual_rate(view: View) -> bool:
     """Whether AdamW's usual rates hold: not from scratch, or if the adapter is unknown; below 1 B only for preferences."""
     keys = {entry.path[-1]: entry.value for entry in view.source.entries}
-    pretrains = keys.get("stage") == "pt" or keys.get("pretraining_dataset")
+    pretrains = keys.get("stage") == "pt" or keys.get("pretraining_dataset") or keys.get("load_pretrained_weights") is False
     from_scratch = "model_name_or_path" not in view and keys.keys() & FROM_SCRATCH
     projected = any(keys.get(key) for key in ("use_galore", "use_apollo", "use_badam", "use_muon"))  # of LLaMA-Factory
     small = SMALL.search(str(view.value("model_name_or_path"))) and (view.rewards or not view.preferences)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
-    return not (pretrains or from_scratch or projected or small or by_script or unread)
+    remote = view.tool == "axolotl" and view.adapter is None  # a plugin trains its own adapter
+    return not (pretrains or from_scratch or projected or small or by_script or unread or remote)
 
 
 @rule("learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022")

@@ -13,10 +13,8 @@ from hwopt.configs.words import ARGUMENTS
 
 FSDP = "fsdp_config.fsdp_"
 FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
-"""Keys of axolotl."""
 
 
-Row = tuple[Mapping[str, Any], Any]
 PAIRS: Mapping[Tools, str] = {
     TRAINERS: "fp16_full_eval bf16_full_eval, fsdp deepspeed, load_in_8bit load_in_4bit",
     HF: "auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora",
@@ -45,7 +43,7 @@ PROJECTED, LAYERWISE = (lambda name: str(name)[:6] in ("galore", "apollo")), (la
 WITHOUT_MINIMUM = among(None, "linear", "cosine", "polynomial", "constant", "constant_with_warmup")
 EVALUATES, NO_ROWS = (lambda value: value not in (None, "no", 0)), {"validation_file": off, "test_datasets": off}
 # fmt: off
-REFUSED: Mapping[Tools, tuple[Row, ...]] = {
+REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
     (*TRANSFORMERS, "deepspeed"): (({"bf16": True, "fp16": True}, {"fp16": False}),),
     TRANSFORMERS: (
         ({"lr_scheduler_type": lambda kind: str(kind).endswith(("min_lr", "decay")), "lr_scheduler_kwargs": not_},
