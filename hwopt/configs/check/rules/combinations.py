@@ -147,20 +147,16 @@ DOUBTS = (
 # fmt: on
 
 
-def as_written(view: View, word: str, expected: Any) -> str:
-    """The line of the file that sets `word`, shortened; without one "no …", or "" if the rule does not ask for it."""
-    if (found := view.found(word)) is None:
-        return f"no {view.spelled(word)}" if expected is not_ else ""
-    return cut(view.line(word, view.source.values.get(found.key, found.value)), 100)
-
-
 def meets_all(view: View, tools: Tools, settings: Mapping[str, Any]) -> bool:
     return (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items())
 
 
 def written(view: View, settings: Mapping[str, Any]) -> str:
-    lines = dict.fromkeys(as_written(view, word, expected) for word, expected in settings.items())
-    return " beside ".join(filter(None, lines))
+    """The lines of the file that set `settings`, shortened, and which of those are missing that must be given: `not_`."""
+    found = [each for each in map(view.found, settings) if each]
+    lines = [cut(view.line(each.key, view.source.values.get(each.key, each.value)), 100) for each in found]
+    missing = [view.spelled(word) for word, expected in settings.items() if expected is not_ and view.found(word) is None]
+    return " beside ".join(dict.fromkeys(lines)) + " without " * bool(missing) + " and ".join(dict.fromkeys(missing))
 
 
 def keyed(text: str, spelled: Callable[[str], str]) -> str:

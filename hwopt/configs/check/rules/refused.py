@@ -38,7 +38,7 @@ USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eva
 IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
 IS_TWO, IS_TEXT = (lambda value: str(value) == "2"), (lambda value: isinstance(value, str))
 NOT_TWO = {key: lambda version: str(version) != "2" for key in FSDP_VERSIONS}
-NOT_SFT, NOT_LORA = among("pt", "rm", "ppo", "dpo", "kto"), among("full", "freeze", "oft")
+NOT_SFT, NOT_LORA, OVER_CARDS = among("pt", "rm", "ppo", "dpo", "kto"), among("full", "freeze", "oft"), among("auto", "balanced")
 PROJECTED, LAYERWISE = (lambda name: str(name)[:6] in ("galore", "apollo")), (lambda name: str(name).endswith("layerwise"))
 WITHOUT_MINIMUM = among(None, "linear", "cosine", "polynomial", "constant", "constant_with_warmup")
 EVALUATES, NO_ROWS = (lambda value: value not in (None, "no", 0)), {"validation_file": off, "test_datasets": off}
@@ -63,7 +63,7 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
-        *(({"from_pretrained.device_map": given, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
+        *(({"from_pretrained.device_map": OVER_CARDS, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
     ),
     ("accelerate",): (
         *(({word: lambda value: value is not None, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
