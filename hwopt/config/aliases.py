@@ -29,7 +29,7 @@ SYNONYMS = {
         "torch_compile": "use_torch_compile compile",
         "gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing",
         "gradient_checkpointing_kwargs.use_reentrant": "activation_checkpointing_kwargs.use_reentrant",
-        "max_length": "max_seq_length max_seq_len max_len block_size model_max_length",
+        "max_length": "max_seq_length max_seq_len max_len block_size model_max_length cutoff_len",
         "eval_strategy": "evaluation_strategy",
         "label_smoothing_factor": "label_smoothing",
         "torch_dtype": "dtype torch_dtype_str",
@@ -41,9 +41,9 @@ SYNONYMS = {
         "label_column": "label_column_name",
         "use_cpu": "no_cuda",
         "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
-        "lora_r": "lora_rank LoraConfig.r get_peft_model.r",
+        "lora_r": "lora_rank peft_config.r LoraConfig.r get_peft_model.r",
         "warmup_steps": "num_warmup_steps",
-        "lora_target_modules": "LoraConfig.target_modules get_peft_model.target_modules",
+        "lora_target_modules": "peft_config.target_modules LoraConfig.target_modules get_peft_model.target_modules",
     }.items()
     for name in others.split()
 }
