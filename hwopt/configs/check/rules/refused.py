@@ -92,6 +92,9 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"rl": "kto", "remove_unused_columns": lambda value: value is not False}, {"remove_unused_columns": False}),
         ({"dpo_loss_type": given, "rl": lambda kind: kind != "dpo"}, "rl: dpo"),
         ({"save_strategy": "best", "metric_for_best_model": not_}, {"metric_for_best_model": "eval_loss"}),
+        ({"save_safetensors": False}, "remove save_safetensors"),
+        ({"chat_template": "jinja", "chat_template_jinja": not_}, "chat_template_jinja: TEMPLATE"),
+        ({"optim": "muon", "deepspeed": given}, {"optim": "adamw_torch"}),
         *(({"optim": lambda name: "8bit" in str(name), f"fsdp_config.{key}": True, **NOT_TWO}, {"optim": "adamw_torch"})
           for key in ("offload_params", "fsdp_offload_params")),
         *(row for key in FSDP_VERSIONS for row in (
@@ -108,6 +111,7 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         *(({key: True, "stage": NOT_SFT}, f"remove {key}")
           for key in ("predict_with_generate", "neat_packing", "train_on_prompt", "mask_history")),
         ({"stage": among("rm", "ppo"), "load_best_model_at_end": True}, {"load_best_model_at_end": False}),
+        ({"stage": "ppo", "reward_model": not_}, "give a reward_model"),
         ({"adapter_name_or_path": bool, "finetuning_type": NOT_LORA}, "finetuning_type: lora"),
         ({"quantization_bit": is_number, "finetuning_type": among("full", "freeze")}, "finetuning_type: lora"),
         *(({key: True, "finetuning_type": NOT_LORA}, f"remove {key}") for key in ("use_dora", "use_rslora", "pissa_init")),
