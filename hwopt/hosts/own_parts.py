@@ -39,6 +39,7 @@ from hwopt.training.randomness import mix
 PADDING = "Pass a collate_fn that pads them to one length, such as transformers.DataCollatorWithPadding(tokenizer)"
 MEANS = {"rows": "a mean over rows", "labels": "a mean over the labels that are not -100", "sum": "a sum over rows"}
 """Value of `additive` -> what it says of the loss of a batch."""
+LOSSES = "loss=lambda outputs, batch: …, or from a forward() that takes the whole batch and returns a dict with 'loss'"
 
 
 @contextmanager
@@ -225,8 +226,12 @@ class OwnTask(Task):
 
     def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
         if self.own_loss is not None:
-            return self.own_loss(outputs, batch)
-        found: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+            found: Any = self.own_loss(outputs, batch)
+        else:
+            found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else f"{found!r:.80}"
+            raise InputError(f"the loss is {shown}: expected a scalar tensor, from {LOSSES if self.own_loss is None else 'loss'}")
         return found
 
     def loss(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
@@ -256,10 +261,14 @@ class OwnTask(Task):
             batch = collated(self.collate_fn, [dataset[index] for index in spread])
         if additive == "labels" and "labels" not in batch:
             raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
+        taken = inspect.signature(self.model.forward).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        untaken = [key for key in batch if not (takes_all or key in taken)]
         if self.own_loss is not None:
-            taken = inspect.signature(self.model.forward).parameters
-            takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-            self.unread = frozenset(key for key in batch if key == "labels" or not (takes_all or key in taken))
+            self.unread = frozenset([*untaken, "labels"])
+        elif untaken:
+            where = f"{type(self.model).__name__}.forward() takes no {untaken[0]!r}"
+            raise InputError(f"{where}: without loss= the model computes the loss. It comes from {LOSSES}")
         batch = {key: value.to(device_of(self.model)) for key, value in batch.items()}
 
         def loss_of(part: dict[str, Any]) -> float:

@@ -29,7 +29,7 @@ def train_own(
     profile: str = "auto",
     *,
     model: torch.nn.Module,
-    train_dataset: Any,
+    train_dataset: Any = None,
     eval_dataset: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,

@@ -151,6 +151,10 @@ def test_resumed_run_draws_the_same_random_rows_and_dropout(tmp_path: Path) -> N
         ({"train_dataset": [{"x": torch.ones(number)} for number in range(1, 9)]}, DataError, "unequal size. Pass a collate_fn"),
         ({"train_dataset": [{"x": [1.0] * 8}] * 8}, DataError, "an entry for each of 8 rows.* Pass a collate_fn that pads"),
         ({"train_dataset": iter(())}, InputError, "needs __len__ and __getitem__"),
+        ({"train_dataset": None}, InputError, "needs __len__ and __getitem__; NoneType"),
+        ({"loss": None}, InputError, "Net.forward.. takes no 'labels': without loss= the model computes the loss"),
+        ({"loss": None, "train_dataset": [{"x": torch.ones(8)}] * 8}, InputError, "loss is None: .*from loss=lambda"),
+        ({"loss": lambda outputs, batch: outputs}, InputError, r"shape .8, 3.: expected a scalar tensor, from loss$"),
     ],
 )
 def test_mistakes_are_refused(given: Any, error: type, message: str, tmp_path: Path) -> None:
