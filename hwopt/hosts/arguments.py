@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,6 +64,26 @@ def kept_states() -> Iterator[None]:
         for state, old in zip(states, before, strict=True):
             state.clear()
             state.update(old)
+
+
+@contextlib.contextmanager
+def kept_overrides() -> Iterator[None]:
+    """A block that leaves to bitsandbytes no settings of single weights, as the Trainer makes them for embeddings.
+
+    bitsandbytes knows these weights by their place in the optimizer and by id(): the next model would have them too.
+    """
+
+    def manager() -> Any:
+        library: Any = sys.modules.get("bitsandbytes")
+        return library and library.optim.GlobalOptimManager.get_instance()
+
+    before = {name: copy.copy(value) for name, value in vars(manager()).items()} if manager() else {}
+    try:
+        yield
+    finally:
+        if manager():
+            manager().initialize()
+            vars(manager()).update(before)
 
 
 def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Script:

@@ -19,6 +19,7 @@ from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import InputError
 from hwopt.hardware.cuda_memory import release_unused_memory
+from hwopt.hosts.arguments import kept_overrides
 from hwopt.hosts.collated import AS_LONG, CollatedPart
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.model.adapters import casts_outside_autocast
@@ -162,7 +163,7 @@ class ScriptRun(PlannedRun):
             ways = "end its session, call accelerator.end_training(), or undo() of what hwopt.apply() returned"
             raise InputError(f"another plan is active in this process: {ways}")
         refuse_different_plans(self.plan)
-        with ExitStack() as self.stack:
+        with kept_overrides(), ExitStack() as self.stack:
             ScriptRun.active = self
             self.stack.callback(setattr, ScriptRun, "active", None)
             for enter in self.recipe.process:

@@ -203,8 +203,12 @@ def test_what_the_script_sets_wins(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_a_plugin_would_replace_stays_as_the_script_sets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
     trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, optim="adamw_8bit")
     output = capsys.readouterr().out
+    manager = GlobalOptimManager.get_instance()  # forgets what the Trainer set for its embeddings
+    assert (manager.pid2config, manager.index2config, manager.module_weight_config_triple) == ({}, {}, [])
     assert (
         "optim = 'adamw_8bit' of your arguments stays, without plugin 'optimizer': adamw_bnb_8bit: bitsandbytes on a CPU"
         in output
