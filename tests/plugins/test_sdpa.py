@@ -30,14 +30,18 @@ def decided(capability, *prefer, **facts):
     return Sdpa(options).probe(context(capability, **facts))
 
 
-def observed(dropout, kernels):
-    """A run of a tiny BERT after a real forward and backward pass of one step."""
+def bert(dropout):
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
         attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    model = BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    return BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+
+
+def observed(dropout, kernels):
+    """A run of a tiny BERT after a real forward and backward pass of one step."""
+    model = bert(dropout)
     with attention_kernels(kernels), profile() as profiler:
         model.train()(input_ids=torch.randint(0, 100, (2, 8))).logits.sum().backward()
     operators = Counter({event.key: event.count for event in profiler.key_averages()})
@@ -89,6 +93,16 @@ def test_evidence_where_dropout_ruled_the_fused_kernel_out():
     assert "math 2" in evidence.seen
     evidence = verify(Sdpa(Sdpa.Options(prefer=("math", "flash"))), observed(0.1, ("math", "flash")))
     assert evidence.status == "active"
+
+
+def test_evidence_beside_a_second_model_that_runs_another_kernel():
+    """A guide or a reference in evaluation mode has no dropout, which rules flash out on a CPU."""
+    model, guide, ids = bert(0.1).train(), bert(0.1).eval(), torch.randint(0, 100, (2, 8))
+    run = SimpleNamespace(inner_model=model, device=torch.device("cpu"))
+    with attention_kernels(("math", "flash")), observing(run):
+        (model(input_ids=ids).logits - guide(input_ids=ids).logits).sum().backward()
+    assert verify(Sdpa(Sdpa.Options(prefer=("math", "flash"))), run).status == "active"
+    assert verify(Sdpa(Sdpa.Options(prefer=("flash", "math"))), run).status == "inactive"
 
 
 @pytest.mark.skipif(not T5ForConditionalGeneration._supports_sdpa, reason="T5 of this transformers has its own attention")
