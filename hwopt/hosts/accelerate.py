@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch.utils.data import DataLoader
 
 from hwopt.errors import InputError
@@ -54,7 +55,8 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
         if not self.hwopt_own_precision:
             # the device decides the precision; the model is not known yet
-            found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False)
+            on_cpu = bool(named.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
+            found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
         super().__init__(**named)
 
@@ -112,8 +114,8 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
             lacks |= engine_lacks(f"{self.distributed_type.lower()} of your script")
         rows, settings = rows * self.gradient_accumulation_steps * self.num_processes, (self.hwopt_plugins, self.hwopt_strict)
-        ranks = self.num_processes
-        found = planned(self.hwopt_profile, model, rows, self.hwopt_additive, *settings, lacks=lacks, world_size=ranks)
+        script = {"lacks": lacks, "world_size": self.num_processes, "on_cpu": self.device.type == "cpu"}
+        found = planned(self.hwopt_profile, model, rows, self.hwopt_additive, *settings, **script)
         return Session(found, model, self.hwopt_additive, self.hwopt_listener, self.process_index)
 
     def _prepared(self) -> Session:

@@ -21,7 +21,7 @@ from hwopt.config.profile import DataDefaults, Profile
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import Document
 from hwopt.errors import InputError
-from hwopt.hardware.detect import detect, detect_software, with_layer_speed
+from hwopt.hardware.detect import detect, detect_host, detect_software, with_layer_speed
 from hwopt.hardware.device import Hardware
 from hwopt.hosts.additivity import inner
 from hwopt.model.facts import ModelFacts, model_facts
@@ -54,6 +54,7 @@ class Script:
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
     devices: int = 1  # devices that each process uses: several under torch's DataParallel
+    on_cpu: bool = False  # whether the host trains on the CPU, whatever else the machine has
     adapter: bool = False  # whether the host adds an adapter to the model after the plan is made
     micro_rows: int | None = None
     """Rows that the script computes at once. The profile's number is no more; None: it is the profile's."""
@@ -96,7 +97,9 @@ def plan_for(
     setting of the script that the profile contradicts.
     """
     inputs = Inputs()
-    hardware = hardware or detect(local_rank(os.environ), max(local_ranks(os.environ, script.world_size), script.devices))
+    if hardware is None:
+        ranks = max(local_ranks(os.environ, script.world_size), script.devices)
+        hardware = detect_host() if script.on_cpu else detect(local_rank(os.environ), ranks)
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
     why = ""

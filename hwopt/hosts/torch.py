@@ -47,7 +47,8 @@ class Session:
 
     def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
         self.model, self.additive = model, additive
-        self.run = ScriptRun(found.plan, device_of(model), Path(), listener, rank)
+        card = found.plan.hardware.device_type == "cuda"  # the loop may move the model there later, as Fabric does
+        self.run = ScriptRun(found.plan, torch.device("cuda") if card else device_of(model), Path(), listener, rank)
         self.run.train_loader = Loader((), None)  # the script's own is not seen
         self.stack = ExitStack()
         for line in found.lines():
@@ -205,6 +206,12 @@ class Session:
     def begin_step(self) -> None:
         """Called in each forward pass of the model. One without gradients is evaluation."""
         if not self.in_step and torch.is_grad_enabled():
+            if self.run.accelerator is None and device_of(self.models[0]).type != self.run.device.type:
+                name = self.run.plan.hardware.name
+                raise InputError(
+                    f"the model is on the {device_of(self.models[0]).type}, and the plan is for {name}: move it with "
+                    "model.to('cuda') before the optimizer is made, or hide the card with CUDA_VISIBLE_DEVICES=-1"
+                )
             self.in_step = True
             self.run.begin_step()
 

@@ -101,7 +101,7 @@ class OptimizedTrainer(Base):
             raise InputError("optimized() needs model= or model_init=")
         refuse_prepared(model)
         script = script_of(args, lacks_of(type(self), args, given), given.get("train_dataset"))
-        script = replace(script, adapter=given.get("peft_config") is not None)
+        script = replace(script, adapter=given.get("peft_config") is not None, on_cpu=args.device.type == "cpu")
         described = described_model(model, given)
         found = plan_for(described, settings.profile, script, settings.plugins, settings.strict)
         plan, memory = self._with_memory(found.plan, {**given, "model": model if isinstance(model, str) else described})

@@ -13,12 +13,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from hosts.scripts import Steps, bert, farthest, llama, memory_of, padded, reset, rows
+from hosts.scripts import Steps, arguments, bert, farthest, llama, memory_of, padded, reset, rows
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 import hwopt
 from hwopt.errors import InputError, PluginError
+from hwopt.hardware.device import described
 from hwopt.hosts.script_run import ScriptRun
 
 SPLIT: dict[str, Any] = {"precision": False, "batch": {"train": 4}}
@@ -372,3 +374,22 @@ def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
 
 def test_arguments_of_accelerate_may_be_positional() -> None:
     assert hwopt.Accelerator(True, False, "no", cpu=True, profile="cpu").mixed_precision == "no"
+
+
+def test_training_on_the_cpu_of_a_machine_with_a_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What trains there has a plan of the CPU; a bare loop, which may yet move its model to the card, is refused."""
+    monkeypatch.setattr("hwopt.hosts.script_plan.detect", lambda *_: described("NVIDIA GeForce RTX 3090", (8, 6), 23.7))
+    accelerator = hwopt.Accelerator(cpu=True)
+    accelerator.prepare(bert())
+    assert accelerator.hwopt_session is not None
+    assert accelerator.hwopt_session.run.plan.hardware.device_type == "cpu"
+    accelerator.end_training()
+    trainer = hwopt.optimized(Trainer)(bert(), arguments(tmp_path), train_dataset=rows())
+    assert trainer._run.plan.hardware.device_type == "cpu"
+    batch = batches()[0]
+    with hwopt.session("rtx3090_24gb", model := bert(), rows=16, precision=False) as own:
+        with torch.no_grad():
+            model(**batch)
+        with pytest.raises(InputError, match="the model is on the cpu, and the plan is for NVIDIA GeForce RTX 3090: move it"):
+            model(**batch)
+        assert own.run.device.type == "cuda"
