@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, PartialState
 from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job_training import Training
 from hwopt.errors import InputError
-from hwopt.export.arguments import LOADER, SIZES
+from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES
 from hwopt.hosts.script_plan import Script
 from hwopt.planning.plan import Plan
 
@@ -97,6 +97,7 @@ def script_of(args: Any, lacks: Mapping[str, str], dataset: Any = None) -> Scrip
         lacks=lacks,
         world_size=args.world_size,
         tokens_per_sample=mean_tokens(dataset),
+        spares_memory=any(getattr(args, name, False) for name in CHECKPOINTING),  # as SFTConfig does by default
         devices=max(args.n_gpu, 1),
     )
 

@@ -226,8 +226,11 @@ def widened(value: Tensor, width: int, filler: Any) -> Tensor:
 def sliced(batch: Batch, rows: list[int], width: int, pad_id: int | None = None) -> dict[str, Any]:
     """The `rows` of `batch`, without the columns right of `width`, or padded up to it."""
     full, found = width_of(batch), {}
+    place = next(iter(batch.values())).device
+    # a list would be copied for each value, and each copy waits for the device
+    index: Any = torch.tensor(rows).pin_memory().to(place, non_blocking=True) if place.type == "cuda" else rows
     for key, value in batch.items():
-        part = value[rows]
+        part = value[index]
         wide = (key == "input_ids" or key in PADDING) and part.ndim > 1 and part.shape[-1] == full
         if wide and width != full:
             part = part[..., :width].contiguous() if width < full else widened(part, width, PADDING.get(key, pad_id))

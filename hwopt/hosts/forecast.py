@@ -17,14 +17,13 @@ from pyarrow import compute
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hwopt.config.aliases import plugin_aliases
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import HwoptError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.arguments import has_choices, script_of
 from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
-from hwopt.hosts.script_plan import NAME, described_model, plan_for, task_of, transformers_model
+from hwopt.hosts.script_plan import NAME, described_model, plan_for, plugin_of, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.tracing_process import spent
@@ -276,11 +275,6 @@ def quantize_options(config: Any, registry: Registry) -> tuple[dict[str, Any], s
     words = config if isinstance(config, Mapping) else config.to_dict()
     options = options_of(plugin_of(QUANTIZED), words, registry)
     return options, "" if "bits" in options else f"quant_method {words.get('quant_method')} is not known"
-
-
-def plugin_of(word: str) -> str:
-    """The name of the plugin that takes `word` of another tool."""
-    return plugin_aliases()[word].split(".")[1]
 
 
 def options_of(plugin: str, words: Mapping[str, Any], registry: Registry) -> dict[str, Any]:

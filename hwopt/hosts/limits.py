@@ -6,13 +6,16 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import requires, version
 from typing import Any
 
 import torch
 
 from hwopt.errors import InputError
+from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.parts import HostSets
+from hwopt.plugin import Context
 
 TRAINER_LACKS: dict[str, str] = {
     "training": HostSets("the hyperparameters, warmup among them, are those of your arguments"),
@@ -174,6 +177,14 @@ def is_known(part: Any) -> bool:
 def engine_lacks(engine: str) -> dict[str, str]:
     """What a plan leaves to `engine`: field of the recipe -> why."""
     return dict.fromkeys(ENGINE_FIELDS, f"{engine} owns model, precision, optimizer and step")
+
+
+def with_reason(entry: PluginDecision, context: Context, least: bool) -> PluginDecision:
+    """`entry` with the reason of its options, if it left the choice to a forecast; `least`: it got those of the least memory."""
+    if entry.choices > 1 and entry.decision == "apply":
+        return replace(entry, reason=entry.plugin.probe(context).reason)
+    off = entry.choices > 1 and not least
+    return replace(entry, reason=f"your script does without it; {entry.name}=True switches it on") if off else entry
 
 
 def engine_of(args: Any) -> str:

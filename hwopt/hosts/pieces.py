@@ -46,7 +46,8 @@ def training_arguments(
     script = script_of(into(**own), ARGUMENTS_LACK)
     # also those that are the default: torch refuses some others beside 0 workers
     said = {word: own[word] for word in (*LOADER.values(), *CHECKPOINTING) if word in own}
-    script = dataclasses.replace(script, micro_rows=None, own={**script.own, **said}, on_cpu=bool(own.get("use_cpu")))
+    changes: dict[str, Any] = {"micro_rows": None, "own": {**script.own, **said}, "on_cpu": bool(own.get("use_cpu"))}
+    script = dataclasses.replace(script, **changes, spares_memory=True)
     found = plan_for(described_model(model, {}), profile, script, plugins or {})
     fields = {field.name for field in dataclasses.fields(into) if field.init} - own.keys() - set(SIZES)
     fields -= set(CHECKPOINTING) if own.keys() & set(CHECKPOINTING) else set()

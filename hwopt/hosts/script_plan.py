@@ -24,6 +24,7 @@ from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_host, detect_software, with_layer_speed
 from hwopt.hardware.device import Hardware
 from hwopt.hosts.additivity import inner
+from hwopt.hosts.limits import with_reason
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning import auto_profile
 from hwopt.planning.inputs import Inputs
@@ -54,6 +55,7 @@ class Script:
     """Field of the recipe ("order") or key ("batch['eval']") that the host cannot take -> why."""
     world_size: int = 1
     devices: int = 1  # devices that each process uses: several under torch's DataParallel
+    spares_memory: bool = False  # whether it takes the least memory where a plugin leaves the choice to a forecast
     on_cpu: bool = False  # whether the host trains on the CPU, whatever else the machine has
     adapter: bool = False  # whether the host adds an adapter to the model after the plan is made
     micro_rows: int | None = None
@@ -142,8 +144,10 @@ def plan_for(
         wins |= replaced
         resolved = resolved_without({plugin_of(word) for word in replaced})
         plan = resolved()
-    if plan.chose:  # the lengths of the script's texts are not known yet: the least memory
-        plan = resolved(choices={entry.name: entry.choices - 1 for entry in plan.entries})
+    if plan.chose:  # as the script does it: the lengths of its texts are not known yet
+        least = {entry.name for entry in plan.entries if script.spares_memory or tables.get(entry.name)}
+        plan = resolved(choices={entry.name: entry.choices - 1 for entry in plan.entries if entry.name in least})
+        plan = replace(plan, entries=tuple(with_reason(entry, plan.context, entry.name in least) for entry in plan.entries))
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_of("per_device_train_batch_size")) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)

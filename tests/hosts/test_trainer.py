@@ -450,6 +450,18 @@ def test_different_cards_are_planned_as_the_weakest_or_refused_by_name(tmp_path:
         trainer.train()
 
 
+def test_what_a_forecast_would_choose_is_as_the_script_does_it() -> None:
+    card = described("NVIDIA GeForce RTX 3090", (8, 6), 23.7)
+    for spares, asked, kind, reason in (
+        (False, {}, "skip", "your script does without it; checkpointing=True switches it on"),
+        (False, {"checkpointing": True}, "apply", "all 2 layers: least memory"),
+        (True, {}, "apply", "all 2 layers: least memory"),
+    ):
+        plan = plan_for(llama(), "rtx3090_24gb", Script(8, 8, {}, spares_memory=spares), asked, hardware=card).plan
+        entry = next(each for each in plan.entries if each.name == "checkpointing")
+        assert (entry.decision, reason in entry.reason) == (kind, True), entry.reason
+
+
 def test_gpu_of_a_mac_is_told_to_have_the_plan_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_for(bert(), "cpu", Script(16, 16, {}), {}).plan
     ScriptRun(plan, torch.device("mps"), tmp_path, with_lines(None))
