@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hwopt.data.batches.step_batch import Widths
@@ -236,3 +237,11 @@ def sliced(batch: Batch, rows: list[int], width: int, pad_id: int | None = None)
             part = part[..., :width].contiguous() if width < full else widened(part, width, PADDING.get(key, pad_id))
         found[key] = part
     return found
+
+
+def sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """`inputs` on `device`, by copies that do not wait for a GPU: those from pinned memory."""
+    if device.type != "cuda":
+        return dict(inputs)
+    pinned = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    return dict(send_to_device(pinned, device, non_blocking=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.forward_backward import ForwardBackward
 from hwopt.errors import DoesNotFitError
+from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
 from hwopt.hosts.collated import (
     Batch,
@@ -27,6 +28,7 @@ from hwopt.hosts.collated import (
     labels_in,
     micro_batches,
     rows_of,
+    sent,
     unsliceable,
     why_not_padded,
 )
@@ -190,11 +192,14 @@ class TrainerStep:
         def loss_of(inputs: Batch) -> float:
             return float(self.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=count))
 
-        generators = torch.random.fork_rng(range(torch.cuda.device_count()))
-        with self._gathering_nothing(), torch.no_grad(), generators, without_dropout(model), without_zeros(inner(model)):
-            whole, *losses = [loss_of(inputs) for inputs in (few, *(part.inputs for part in rows))]
+        losses, generators = [0.0] * (1 + len(rows)), torch.random.fork_rng(range(torch.cuda.device_count()))
+        # evaluation may need more memory than a training step, which handles its own
+        evaluating, nonzero, tolerant = without_dropout(model), without_zeros(inner(model)), suppress(torch.OutOfMemoryError)
+        with self._gathering_nothing(), torch.no_grad(), generators, evaluating, nonzero, tolerant:
+            losses = [loss_of(inputs) for inputs in (few, *(part.inputs for part in rows))]
+        release_unused_memory()
         vars(trainer).update(counters)
-        return adds_up(whole, losses, [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
+        return adds_up(losses[0], losses[1:], [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
 
     @property
     def _pad_id(self) -> int | None:
@@ -289,11 +294,3 @@ class TrainerStep:
 def own_values(values: Any, *args: Any, **options: Any) -> Any:
     """Accelerate's `gather` of this rank alone."""
     return values
-
-
-def sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """`inputs` on `device`, by copies that do not wait for a GPU: those from pinned memory."""
-    if device.type != "cuda":
-        return dict(inputs)
-    pinned = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    return dict(send_to_device(pinned, device, non_blocking=True))

@@ -450,6 +450,22 @@ def test_different_cards_are_planned_as_the_weakest_or_refused_by_name(tmp_path:
         trainer.train()
 
 
+def test_probe_that_runs_out_of_memory_leaves_it_to_the_step(tmp_path: Path) -> None:
+    """Evaluation keeps whole logits, and may need more memory than a training step."""
+
+    def refuse(module: Any, positional: Any, named: Any) -> None:
+        if not torch.is_grad_enabled() and len(named["input_ids"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    def limited() -> Any:
+        (model := llama()).register_forward_pre_hook(refuse, with_kwargs=True)
+        return model
+
+    trainer, steps = train(optimized(), tmp_path, limited)
+    assert trainer._split.is_split
+    assert farthest(steps, train(Trainer, tmp_path, llama)[1]) < CLOSE
+
+
 def test_what_a_forecast_would_choose_is_as_the_script_does_it() -> None:
     card = described("NVIDIA GeForce RTX 3090", (8, 6), 23.7)
     for spares, asked, kind, reason in (
