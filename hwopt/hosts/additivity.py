@@ -168,6 +168,11 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def class_name(model: Any) -> str:
+    """The class of `model`, a module, or the one that its config names; "" for none."""
+    return type(model).__name__ if hasattr(model, "parameters") else (getattr(model, "architectures", None) or [""])[0]
+
+
 def batch_problem(trainer: Trainer, model: Any) -> str:
     """Why a row's part of the loss depends on the other rows of its batch; "" if it does not."""
     args: Any = trainer.args

@@ -21,9 +21,10 @@ from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import HwoptError
 from hwopt.hardware.device import GIB, Hardware
+from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
-from hwopt.hosts.limits import TRAINER_LACKS, engine_of, overridden, own_loss, own_passes
-from hwopt.hosts.script_plan import NAME, described_model, plan_for, plugin_of, task_of, transformers_model
+from hwopt.hosts.limits import TRAINER_LACKS, engine_of, lacks_of, overridden, own_loss, own_passes
+from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, plugin_of, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.tracing_process import spent
@@ -39,9 +40,12 @@ from hwopt.text import first_line, listing
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
 TRACE_SECONDS = 60.0  # of CPU time that a Trainer waits for its forecast
+KNOWN_HEADS = (*(end for end in HEADS if end != "ForMaskedLM"), "ForSequenceClassification")
+"""Ends of the names of classes whose logits the forecast knows."""
+SAME_STATES = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
 LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the model say a number
 TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
-WHOLE = ("packing", "padding_free", "neftune_noise_alpha", "label_smoothing_factor")
+WHOLE = ("packing", "padding_free", "neftune_noise_alpha")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 LORA_WORDS = {"r": "lora_r", "target_modules": "lora_target_modules"}
 LORA_WORDS |= {word: word for word in ("lora_alpha", "lora_dropout", "modules_to_save", "layers_to_transform", "use_rslora")}
@@ -96,8 +100,13 @@ def forecast(
     if kind not in KNOWN:
         return Fit(None, f"{kind}: {second}; the forecast knows {listing(KNOWN)}")
     described, adapted, unknown = without_adapter(described_model(model, {}), args, peft_config)
-    if unknown:
+    config, head = getattr(described, "config", described), class_name(described)
+    if not hasattr(config, "model_type"):
+        return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
+    if unknown := unknown or own_loss(Trainer, args, {}):
         return Fit(None, unknown)
+    if head and not head.endswith(KNOWN_HEADS):
+        return Fit(None, f"{head}: the forecast knows the heads {listing(KNOWN_HEADS)}")
     loads = kind == "SFTConfig" and not hasattr(described, "parameters")  # TRL loads a model with the adapter of the plan
     plugins = dict(plugins) | ({} if loads else {plugin_of(LORA): False, plugin_of(QUANTIZED): False}) | adapted
     if kind == "SFTConfig":
@@ -108,21 +117,18 @@ def forecast(
     if whole:
         batch = plugins.get("batch") or {}
         plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
-    config = getattr(described, "config", described)
-    if not hasattr(config, "model_type"):
-        return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
     if kind == "SFTConfig":  # the trainer's own loss without logits
         vocabulary = config.get_text_config().vocab_size
         chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
         plugins = {plugin_of(CHUNKS): chunks} | plugins
-    elif loss := own_loss(Trainer, args, {}):
-        lacks["loss"] = loss
     found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
     applied = {entry.name for entry in found.plan.applied()}
-    frozen = plugin_of(LORA) in applied and plugin_of(QUANTIZED) not in applied
-    if copies := frozen_copies(described, args, found.plan) if frozen else "":
-        return Fit(None, copies)
+    frozen = plugin_of(LORA) in applied
+    if other := "" if plugin_of(QUANTIZED) in applied else other_weights(described, args, found.plan, frozen):
+        return Fit(None, other)
+    if found.plan.recipe.optimizer is None and (optim := str(getattr(args.optim, "value", args.optim))) not in SAME_STATES:
+        return Fit(None, f"optim = {optim!r} of your arguments has other states than AdamW")
     plan = replace(found.plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
     why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
@@ -140,7 +146,7 @@ def forecast_of_trainer(
         return Fit(None, f"{word} of your arguments shards or offloads the model")
     if own := overridden(trainer, ("compute_loss", "training_step")):
         return Fit(None, f"{own} may keep more than the model's own loss does")
-    if not args.label_smoothing_factor and (own := own_loss(Trainer, args, given)):
+    if own := own_loss(Trainer, args, given) or lacks_of(trainer, args, given).get("optimizer", ""):
         return Fit(None, own)
     model, data = given["model"], given.get("train_dataset")
     if not isinstance(data, list) and not (isinstance(data, datasets.Dataset) and data.format["type"] != "custom"):
@@ -170,10 +176,10 @@ def with_own_memory(hardware: Hardware, model: Any) -> Hardware:
 def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
     """Chunks of a loss that need about the memory of the fused head of TRL, which has tiles of TILE logits.
 
-    A tile is kept in half precision, a chunk also in fp32: three times the bytes.
+    A tile is kept in the dtype of the products, a chunk also in fp32: of half precision three times the bytes.
     """
     tokens: int = args.per_device_train_batch_size * max(rows_lengths(dataset, args), default=args.max_length or LENGTH)
-    return ceil(3 * max(1, tokens / TILE[0]) * max(1, vocabulary / TILE[1]))
+    return ceil((3 if args.bf16 or args.fp16 else 1) * max(1, tokens / TILE[0]) * max(1, vocabulary / TILE[1]))
 
 
 def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, dict[str, Any], str]:
@@ -193,11 +199,16 @@ def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, d
     return described, plugins, why
 
 
-def frozen_copies(described: Any, args: Any, plan: Plan) -> str:
-    """Why the weights below an adapter need more memory than in the forecast, which has them in the dtype of the products.
+def other_weights(described: Any, args: Any, plan: Plan, frozen: bool) -> str:
+    """Why the weights need other memory than in the forecast; `frozen`: they are below an adapter.
 
-    Autocast keeps a copy of each one of another dtype for the backward pass.
+    It has those in the dtype of the products: autocast keeps a copy of each one of another dtype for the backward pass.
     """
+    if not frozen:
+        planned = str(plan.recipe.model_kwargs.get("dtype", "float32")).removeprefix("torch.")
+        dtype = str(dtype_of(described)).removeprefix("torch.")
+        loaded = hasattr(described, "parameters") and dtype != planned
+        return f"the weights are in {dtype}, and the forecast has them in {planned}" if loaded else ""
     asked = (getattr(args, "model_init_kwargs", None) or {}).get("dtype")
     dtype = str((asked != "auto" and asked) or dtype_of(described) or "float32").removeprefix("torch.")
     computes = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.recipe.accelerator.get("mixed_precision", "no"), "float32")
@@ -241,7 +252,7 @@ def rows_lengths(dataset: Any, args: Any) -> list[int]:
         counts = [count for table in tables for count in compute.list_value_length(table["input_ids"]).to_pylist()]
     else:
         counts = [len(row["input_ids"]) for row in dataset]
-    return [min(count, limit) for count in counts]
+    return [limit if getattr(args, "packing", False) else min(count, limit) for count in counts]
 
 
 def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hwopt.errors import HwoptError, InputError
-from hwopt.hosts.forecast import Fit, job_with
+from hwopt.hosts.additivity import class_name
+from hwopt.hosts.forecast import KNOWN_HEADS, Fit, job_with
 from hwopt.hosts.limits import OWN_PARTS_LACK, refuse_half_weights, refuse_prepared
 from hwopt.hosts.own_parts import OwnTask
 from hwopt.hosts.script_plan import Script, plan_for, task_of
@@ -22,6 +23,7 @@ from hwopt.runs.execute import execute
 from hwopt.runs.folder import Target
 from hwopt.system.cache import cache_folder
 from hwopt.system.ranks import rank_and_world
+from hwopt.text import listing
 from hwopt.training.listener import Listener, Listeners, Summary
 
 
@@ -86,8 +88,8 @@ class Notes(Listener):
 def memory_line(plan: Plan, task: OwnTask) -> str:
     """The memory that the forecast knows for `plan`, or why it knows none."""
     config = getattr(task.model, "config", None)
-    if task.own_loss is not None or not hasattr(config, "model_type"):
-        return "memory: UNKNOWN: the forecast knows models of transformers with their own loss"
+    if task.own_loss is not None or not hasattr(config, "model_type") or not class_name(task.model).endswith(KNOWN_HEADS):
+        return f"memory: UNKNOWN: of models of transformers with their own loss, it knows {listing(KNOWN_HEADS)}"
     store = task.train_store
     lengths = Lengths(store.lengths, int(store.lengths.max()), getattr(config, "num_labels", None) or 2, "the longest row")
     try:

@@ -23,7 +23,7 @@ from hwopt.config.toml import Document
 from hwopt.errors import InputError
 from hwopt.hardware.detect import detect, detect_host, detect_software, with_layer_speed
 from hwopt.hardware.device import Hardware
-from hwopt.hosts.additivity import inner
+from hwopt.hosts.additivity import class_name, inner
 from hwopt.hosts.limits import with_reason
 from hwopt.model.facts import ModelFacts, model_facts
 from hwopt.planning import auto_profile
@@ -156,8 +156,7 @@ def plan_for(
 
 def task_of(model: Any) -> str:
     """The kind of task whose head `model`, a module or a config, has."""
-    name = (getattr(model, "architectures", None) or [""])[0] if not hasattr(model, "parameters") else type(model).__name__
-    kind = next((kind for end, kind in HEADS.items() if name.endswith(end)), "text-classification")
+    kind = next((kind for end, kind in HEADS.items() if class_name(model).endswith(end)), "text-classification")
     decoder = not getattr(getattr(model, "config", model), "is_encoder_decoder", False)
     return "causal-lm" if kind == "seq2seq-lm" and decoder else kind
 
