@@ -35,6 +35,7 @@ class CollatedPart:
     inputs: dict[str, Any]
     weight: float  # what its loss is multiplied by, so that the losses of a step add up to those of its batches
     lengths: tuple[int, ...]  # columns that each row needs; of a pair those of its longer text
+    ignored: int = 0  # rows of its batch in no part, because none of their labels counts
     first: bool = True  # whether its rows may be longer than those of the part before: it begins a cut, or is a half
 
     @property
@@ -78,8 +79,10 @@ def lengths_of(batch: Batch) -> list[int]:
 
 def is_padded(batch: Batch) -> bool:
     """Whether columns on the right can be taken from `batch` and added to it: the mask says which are padding."""
-    mask = batch.get("attention_mask")
-    return isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape and mask.ndim > 1 and known_columns(batch)
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if not (isinstance(mask, Tensor) and isinstance(ids, Tensor)):  # audio has a mask of its samples, and no tokens
+        return False
+    return mask.shape == ids.shape and mask.ndim > 1 and known_columns(batch)
 
 
 def why_not_padded(batch: Batch, pad_id: int | None) -> str:
@@ -134,15 +137,17 @@ def micro_batches(
         lengths = lengths_of(batch)
         padded = [widths.of(length) for length in lengths] if pad_id is not None and is_padded(batch) else lengths
         total = labels_in(batch, shifted) if law == "labels" else mean_over
-        first = True
+        first, ignored = True, 0
         for group in halved(cut(padded, rows), halvings):
             inputs = sliced(batch, list(group), max(padded[row] for row in group), pad_id)
             part = labels_in(inputs, shifted) if law == "labels" else len(group)
-            if total > part == 0:
-                continue  # the mean over no label is not a number
+            if total > part == 0:  # the mean over no label is not a number
+                ignored += len(group)
+                continue
             weight = 1.0 if law == "sum" else part / max(1, total)
-            found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group), first or halvings > 0))
+            found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group), first=first or halvings > 0))
             first = False
+        found[-1] = replace(found[-1], ignored=ignored)
     return found
 
 

@@ -45,12 +45,13 @@ class ScriptStep:
     pinned: bool = False
     cuts: int = 1  # of rows into micro-batches, the longest rows first: the lengths grow between two cuts only
     widths: Widths = field(default_factory=Widths)  # what its micro-batches were padded to
+    ignored: int = 0  # rows in no micro-batch, because none of their labels counts
 
     @classmethod
     def of(cls, index: int, parts: Sequence[CollatedPart], pinned: bool = False, widths: Widths = AS_LONG) -> ScriptStep:
         """The step of these `parts`."""
-        lengths = tuple(length for part in parts for length in part.lengths)
-        return cls(index, lengths, [part.size for part in parts], pinned, sum(part.first for part in parts), widths)
+        lengths, ignored = tuple(length for part in parts for length in part.lengths), sum(part.ignored for part in parts)
+        return cls(index, lengths, [part.size for part in parts], pinned, sum(part.first for part in parts), widths, ignored)
 
     @property
     def step(self) -> ScriptStep:
@@ -58,7 +59,7 @@ class ScriptStep:
 
     @property
     def rows(self) -> int:
-        return sum(rows for rows, _ in self.sizes)
+        return sum(rows for rows, _ in self.sizes) + self.ignored
 
     @property
     def tokens(self) -> int:

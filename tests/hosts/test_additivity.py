@@ -146,6 +146,7 @@ TEXT = {"input_ids": IDS, "attention_mask": IDS.ne(0).long(), "labels": torch.ze
     [
         ([TEXT | {"pixel_values": torch.ones(2, 3, 4, 4)}], 0, 1, 1),  # both images may be of the first row
         ([TEXT | {"features": torch.ones(2, 4)}], 0, 1, 2),  # as many columns as tokens by chance
+        ([{"input_values": torch.ones(2, 8), "attention_mask": torch.ones(2, 8), "labels": torch.ones(2)}], 0, 1, 2),
         ([{"pixel_values": torch.ones(2, 1, 4, width), "labels": torch.ones(2)} for width in (4, 8)], 0, 4, 2),
         ([{"input_ids": IDS, "attention_mask": IDS}, {"input_ids": IDS[:, :3], "attention_mask": IDS[:, :3]}], None, 9, 2),
         ([{"input_ids": IDS, "attention_mask": IDS}, {"input_ids": IDS[:, :3], "attention_mask": IDS[:, :3]}], 0, 9, 1),

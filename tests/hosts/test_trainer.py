@@ -256,7 +256,7 @@ class Passes(Trainer):
         self.scale = scale
 
 
-def test_rows_without_a_label_do_not_count(tmp_path: Path) -> None:
+def test_rows_without_a_label_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss of a classifier is a mean over the rows whose label is not -100; some micro-batches have none."""
 
     def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
@@ -266,6 +266,7 @@ def test_rows_without_a_label_do_not_count(tmp_path: Path) -> None:
     ours = hwopt.optimized(Passes, "cpu", **(SPLIT | {"batch": {"train": 2}}))
     trainer, found = train(partial(ours, scale=2.0), tmp_path / "ours", collate=collate)
     assert trainer.scale == 2
+    assert "inactive" not in capsys.readouterr().out
     assert farthest(found, train(Passes, tmp_path / "plain", collate=collate)[1]) < CLOSE
 
 
