@@ -68,10 +68,7 @@ def kept_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_overrides() -> Iterator[None]:
-    """A block that leaves to bitsandbytes no settings of single weights, as the Trainer makes them for embeddings.
-
-    bitsandbytes knows these weights by their place in the optimizer and by id(): the next model would have them too.
-    """
+    """A block that leaves bitsandbytes no settings of single weights: known by place, they would be those of the next model."""
 
     def manager() -> Any:
         library: Any = sys.modules.get("bitsandbytes")

@@ -23,7 +23,7 @@ from hwopt.errors import HwoptError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
-from hwopt.hosts.limits import TRAINER_LACKS, engine_of, lacks_of, overridden, own_loss, own_passes
+from hwopt.hosts.limits import TRAINER_LACKS, lacks_of, overridden, own_loss, own_passes
 from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, plugin_of, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
@@ -103,10 +103,9 @@ def forecast(
     config, head = getattr(described, "config", described), class_name(described)
     if not hasattr(config, "model_type"):
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
-    if unknown := unknown or own_loss(Trainer, args, {}):
+    other = f"{head}: the forecast knows the heads {listing(KNOWN_HEADS)}" if head and not head.endswith(KNOWN_HEADS) else ""
+    if unknown := unknown or own_loss(Trainer, args, {}) or other:
         return Fit(None, unknown)
-    if head and not head.endswith(KNOWN_HEADS):
-        return Fit(None, f"{head}: the forecast knows the heads {listing(KNOWN_HEADS)}")
     loads = kind == "SFTConfig" and not hasattr(described, "parameters")  # TRL loads a model with the adapter of the plan
     plugins = dict(plugins) | ({} if loads else {plugin_of(LORA): False, plugin_of(QUANTIZED): False}) | adapted
     if kind == "SFTConfig":
@@ -142,8 +141,6 @@ def forecast_of_trainer(
     trainer: type, args: Any, given: Mapping[str, Any], profile: str, plugins: Mapping[str, Any], hardware: Hardware
 ) -> Fit:
     """The forecast for a Trainer of this class that is about to be made; `given`: the arguments of its constructor."""
-    if word := engine_of(args):
-        return Fit(None, f"{word} of your arguments shards or offloads the model")
     if own := overridden(trainer, ("compute_loss", "training_step")):
         return Fit(None, f"{own} may keep more than the model's own loss does")
     if own := own_loss(Trainer, args, given) or lacks_of(trainer, args, given).get("optimizer", ""):

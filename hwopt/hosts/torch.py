@@ -206,12 +206,10 @@ class Session:
     def begin_step(self) -> None:
         """Called in each forward pass of the model. One without gradients is evaluation."""
         if not self.in_step and torch.is_grad_enabled():
-            if self.run.accelerator is None and device_of(self.models[0]).type != self.run.device.type:
-                name = self.run.plan.hardware.name
-                raise InputError(
-                    f"the model is on the {device_of(self.models[0]).type}, and the plan is for {name}: move it with "
-                    "model.to('cuda') before the optimizer is made, or hide the card with CUDA_VISIBLE_DEVICES=-1"
-                )
+            if self.run.accelerator is None and (place := device_of(self.models[0]).type) != self.run.device.type:
+                what = f"the model is on the {place}, and the plan is for {self.run.plan.hardware.name}"
+                move = "move it with model.to('cuda') before the optimizer is made"
+                raise InputError(f"{what}: {move}, or hide the card with CUDA_VISIBLE_DEVICES=-1")
             self.in_step = True
             self.run.begin_step()
 
