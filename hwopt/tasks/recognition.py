@@ -15,7 +15,7 @@ from hwopt.config.task_kinds import task_class, task_kinds
 from hwopt.data.sources.chat import EXTRAS
 from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable, written_lists
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, looks_like_conll
-from hwopt.data.sources.csv_reader import DELIMITERS, guess_delimiter
+from hwopt.data.sources.csv_reader import DELIMITERS, LONGEST_NAME, guess_delimiter
 from hwopt.data.sources.location import EXTENSIONS, expand, locate
 from hwopt.data.sources.reading import read_all
 from hwopt.data.sources.rows import ReadOptions, Rows
@@ -81,7 +81,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
         names,
         chosen,
         {**found.keys, **reading},
-        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why, unread))),
+        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why, unread, *rows.notes))),
         tuple(map(len, texts)),
         sum(len(text.encode()) for text in texts) <= 1.02 * letters,
         chat=found.chat,
@@ -141,7 +141,6 @@ def hidden_format(source: str) -> str | None:
 
 
 EXAMINED_LINES = 200  # lines whose cells are counted
-LONGEST_NAME = 40  # letters in a header's cell: prose has longer parts between its commas, and a blank behind them
 FEWEST_ROWS = {"\t": 3, ",": 10, ";": 10, "|": 10}
 """Delimiter -> lines that prose is unlikely to have with equally many of them in each."""
 

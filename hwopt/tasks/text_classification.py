@@ -37,8 +37,6 @@ class TextClassification(Classification, LabelledTexts):
         why = f"column {label!r} has {len(values):,} values: {listing(sorted_labels(values), 5)}"
         if others:
             why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
-        if label in values:
-            why += "; one of them is the column's name, as in a file without a header"
         if has_many_classes(table, label) or is_fact(label):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
         if label.lower() in SCORES or any(not number.is_integer() for number in numbers_of(values) or ()):

@@ -6,20 +6,26 @@ import csv
 import re
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hwopt.data.bad_rows import BadRows, Places
+from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
-from hwopt.text import truncate
+from hwopt.text import listing, truncate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Record = tuple[int, list[str] | None, str]  # (number of its first line, cells or None if they cannot be parsed, the raw text)
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 """Delimiters that are recognised in the header of a csv file, and their names in messages."""
+LONGEST_NAME = 40  # letters in a header's cell: prose has longer parts between its commas, and a blank behind them
 EXCEL = re.compile(r'"?sep=(.)"?')  # the first line of a csv file that tells Excel the delimiter
 
 
@@ -39,6 +45,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     separator = DELIMITERS.get(delimiter, repr(delimiter)) + (" (quote a cell that contains one)" if quoted else "")
     records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
     names: list[str] = []
+    first = 0
     rows: list[list[str]] = []
     numbers = array("q")
     for number, cells, raw in records:
@@ -48,7 +55,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
                 raise DataError(f"{path}:{number}: the header {undecodable(invalid, options.encoding)}. {encoding_hint(path)}")
             if cells is None:
                 raise DataError(f"{path}:{number}: the header has an unclosed quote")
-            names = cells
+            names, first = cells, number
         elif invalid:
             bad_rows.add(number, undecodable(invalid, options.encoding), partial(encoding_hint, path))
         elif cells is None:
@@ -58,13 +65,33 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
                 number,
                 f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; separate cells by {separator}",
             )
+        elif cells == names and len(names) > 1:
+            bad_rows.add(number, "repeats the header")
         else:
             rows.append(cells)
             numbers.append(number)
     if not names:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
     columns = [pa.array([cells[index] for cells in rows], pa.string()) for index in range(len(names))]
-    return Rows(pa.Table.from_arrays(columns, names=names), Places(str(path), "line", numbers), bad_rows)
+    table = pa.Table.from_arrays(columns, names=names)
+    note = (
+        f"{path}:{first}: is read as the names of the columns: {listing(names, 5)}. If it is a sample, add a line of names above"
+    )
+    notes = (note,) if any(map(looks_like_a_cell, names, columns)) and not are_numbered(names) else ()
+    return Rows(table, Places(str(path), "line", numbers), bad_rows, notes=notes)
+
+
+def looks_like_a_cell(name: str, column: pa.Array) -> bool:
+    """Whether the `name` of a column looks like one of its cells, as in a file without a header."""
+    import pyarrow.compute
+
+    fraction = not name.isdigit() and (is_decimal(name, ".") or is_decimal(name, ","))
+    return fraction or len(name) > LONGEST_NAME or (name != "" and pyarrow.compute.index(column, name).as_py() >= 0)
+
+
+def are_numbered(names: Sequence[str]) -> bool:
+    """Whether the columns are numbered from 0, as pandas does, which may put an index without a name first."""
+    return [*filter(None, names)] == [*map(str, range(len([*filter(None, names)])))]
 
 
 def tsv_records(lines: Iterator[str]) -> Iterator[Record]:

@@ -157,7 +157,7 @@ def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
     rows = [{"queue": "ab"[n % 2], "priority": "hl"[n % 2], "body": f"a longer text {n}"} for n in range(20)]
     assert "'priority' may also be the label" in recognise(write_jsonl(tmp_path / "rows.jsonl", rows)).why
     (tmp_path / "bare.csv").write_text("".join(f"{('good', 'bad')[n % 2]},some text {n}\n" for n in range(21)))
-    assert "as in a file without a header" in recognise(str(tmp_path / "bare.csv")).why
+    assert "bare.csv:1: is read as the names of the columns: good, some text 0" in recognise(str(tmp_path / "bare.csv")).why
     rows = [{"text": f"a text {n}", "label": ["3.9", "3.11"][n % 2]} for n in range(20)]
     why = recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
     assert "2 values: 3.11, 3.9; to predict them as numbers set task.kind = 'regression'" in why
@@ -217,9 +217,9 @@ def test_words_with_tags_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 def test_quoted_tsv_is_read_as_csv(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text('text\tlabel\n"the ""one"""\ta\nother\tb\n' * 9)
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + '"the ""one"""\ta\nother\tb\n' * 9)
     assert recognise(str(tmp_path / "a.tsv")).keys == TEXT_AND_LABEL | {"format": "csv"}
-    (tmp_path / "b.tsv").write_text('text\tlabel\n"one" of\ta\nother\tb\n' * 9)
+    (tmp_path / "b.tsv").write_text("text\tlabel\n" + '"one" of\ta\nother\tb\n' * 9)
     assert recognise(str(tmp_path / "b.tsv")).keys == TEXT_AND_LABEL
 
 

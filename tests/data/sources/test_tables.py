@@ -260,3 +260,27 @@ def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(monkeypatch: pytest
     with pytest.raises(DataError, match="photoss: no such file or folder, and no such hub data set .*no network"):
         texts("photoss")
     assert not constants.HF_HUB_OFFLINE  # the network may come back
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "a good film,good\na bad film,bad\nanother,good\n",
+            ":1: is read as the names of the columns: a good film, good",
+        ),
+        ("a film,0.5\na book,1.5\n", "a film, 0.5. If it is a sample, add a line of names above"),
+        ("text,label\na good film,good\n", ""),
+        (",0,1\n0,a good film,1\n1,a bad film,0\n", ""),  # as pandas writes a table without names
+    ],
+)
+def test_a_first_line_that_looks_like_a_sample_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "file.csv").write_text(text)
+    assert said in (notes := " ".join(read_rows(str(tmp_path / "file.csv")).notes))
+    assert bool(notes) == bool(said)
+
+
+def test_a_header_in_the_middle_is_no_sample(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text("text,label\na,x\ntext,label\nb,y\n")
+    rows = read_rows(str(tmp_path / "file.csv"), options=ReadOptions(strict=False))
+    assert (rows.table["label"].to_pylist(), rows.bad_rows.reasons) == (["x", "y"], {3: "repeats the header"})
