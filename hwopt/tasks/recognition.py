@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.config.task_kinds import task_class, task_kinds
 from hwopt.data.sources.chat import EXTRAS
-from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unusable, written_lists
+from hwopt.data.sources.columns import EXAMINED, files_beside, preferences, unread_numbers, unusable, written_lists
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS, looks_like_conll
 from hwopt.data.sources.csv_reader import DELIMITERS, LONGEST_NAME, guess_delimiter
 from hwopt.data.sources.location import EXTENSIONS, expand, locate
@@ -75,13 +75,14 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     cells = [[str(value or "") for value in first[name].to_pylist()] for name in table.column_names if name in read]
     texts = [" ".join(row) for row in zip(*cells, strict=True)]
     letters = sum(map(len, texts))
+    said = (", ".join(reading_notes(source, reading)), found.why, unread, unread_numbers(table), *rows.notes)
     return DataColumns(
         source,
         table.num_rows,
         names,
         chosen,
         {**found.keys, **reading},
-        "; ".join(filter(None, (", ".join(reading_notes(source, reading)), found.why, unread, *rows.notes))),
+        "; ".join(filter(None, said)),
         tuple(map(len, texts)),
         sum(len(text.encode()) for text in texts) <= 1.02 * letters,
         chat=found.chat,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
-from hwopt.data.sources.columns import EXAMINED, LABELS, SCORES, is_fractional, text_of, unread_texts
+from hwopt.data.sources.columns import EXAMINED, LABELS, SCORES, is_fractional, text_of, unread_numbers, unread_texts
 from hwopt.data.sources.number_format import NAMES, Decimal, decimal_of, number_of, numbers_of, wrong_format
 from hwopt.data.sources.rows import Rows, holds_text, values_type
 from hwopt.data.sources.tables import find_column
@@ -53,7 +53,7 @@ class Regression(LabelledTexts):
         named = [name for name in columns if name.lower() in (*LABELS, *SCORES)]
         found = [name for name in named or columns if chosen or is_fractional(table, name)]
         if not found:
-            return "no column looks like a number to predict; name it in the job with data.label"
+            return unread_numbers(table) or "no column looks like a number to predict; name it in the job with data.label"
         texts = text_of(table, found[0])
         if not texts:
             return "no column looks like a text for regression; name it in the job with data.text"

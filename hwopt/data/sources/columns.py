@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.chat import ALPACA, MESSAGES_TEXT
 from hwopt.data.sources.image_folder import split_folders
-from hwopt.data.sources.number_format import decimal_of, numbers_of
+from hwopt.data.sources.number_format import decimal_of, numbers_of, unread_number
 from hwopt.data.sources.rows import holds_text, is_list, values_type
 from hwopt.text import listing
 
@@ -99,6 +99,16 @@ def unread_texts(table: pa.Table, known: Iterable[str]) -> str:
     others = [name for name in table.column_names if name not in known and is_text(table, name)]
     prose = [name for name in others if 2 * sum(" " in str(cell or "") for cell in first[name].to_pylist()) > first.num_rows]
     return f"; {listing([*map(repr, prose)])} not read: name in data.text all that the model needs" if prose else ""
+
+
+def unread_numbers(table: pa.Table) -> str:
+    """What to say of a column of numbers that a task would not read as numbers; "" if there is none."""
+    for name in table.column_names:
+        found = None if is_fact(name) else unread_number(table[name].slice(0, EXAMINED).to_pylist())
+        if found:
+            what = f"column {name!r} holds numbers in a format that is not read, such as {found!r}"
+            return f"{what}: to predict them, write them without units, with one decimal mark, and set task.kind = 'regression'"
+    return ""
 
 
 def type_of(table: pa.Table, name: str) -> pa.DataType:

@@ -25,6 +25,10 @@ OTHER_FORMAT = re.compile(rf"[+{MINUS}-]?([0-9][0-9.,']*[0-9]|[0-9]{{1,3}}([\s_�
 THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}([.,][0-9]{3})+")
 """Also a number with commas (English) or points (German) between the thousands."""
 
+UNIT = "[%‰°€$£¥]|USD|EUR|GBP"
+WITH_UNIT = re.compile(rf"(?:-?(?:{UNIT}))?\s*[+{MINUS}-]?[0-9]+([.,'’\s][0-9]{{3}})*([.,][0-9]+)?\s*(?:{UNIT}|,-)?")
+"""A number with a unit, with separators between thousands, or with a decimal point or comma; no date and no version."""
+
 
 def is_decimal(text: str, decimal: Decimal) -> bool:
     """Whether `text` is a number with this decimal separator and without others."""
@@ -66,6 +70,14 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
         return "."
     certain = any("," in text and not THOUSANDS.fullmatch(text.strip()) for text in texts)
     return "," if certain and all(is_decimal(text, ",") for text in texts) else None
+
+
+def unread_number(values: Iterable[Any]) -> str | None:
+    """The first text that is no number with a decimal point, if all texts are numbers as people write them: "12,5 %"."""
+    texts = [value for value in values if isinstance(value, str) and not is_missing(value)]
+    if not texts or decimal_of(texts) or not all(WITH_UNIT.fullmatch(text.strip()) for text in texts):
+        return None
+    return next(text for text in texts if not is_decimal(text, "."))
 
 
 def is_missing(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,14 @@ def test_quoted_tsv_is_read_as_csv(tmp_path: Path) -> None:
     assert recognise(str(tmp_path / "a.tsv")).keys == TEXT_AND_LABEL | {"format": "csv"}
     (tmp_path / "b.tsv").write_text("text\tlabel\n" + '"one" of\ta\nother\tb\n' * 9)
     assert recognise(str(tmp_path / "b.tsv")).keys == TEXT_AND_LABEL
+
+
+def test_numbers_that_are_not_read_are_told(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"a text {n}", "share": f"{n}.5 %"} for n in range(20)])
+    told = "column 'share' holds numbers in a format that is not read, such as '0.5 %'"
+    assert told in recognise(source).why
+    with pytest.raises(DataError, match=re.escape(told)):
+        recognise(source, "regression")
 
 
 def test_columns_of_one_name_are_not_proposed(tmp_path: Path) -> None:

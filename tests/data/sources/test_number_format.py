@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwopt.data.sources.number_format import decimal_of, number_of
+from hwopt.data.sources.number_format import decimal_of, number_of, unread_number
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,21 @@ def test_every_float_is_read_back_in_both_formats(number: float) -> None:
 def test_other_text_is_not_a_number_with_a_decimal_point(text: str) -> None:
     with pytest.raises(ValueError, match="not a number with a decimal point"):
         number_of(text, ".")
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["12.5%", "3 %", "n/a"], "12.5%"),
+        (["1.234,50 €", "3 €"], "1.234,50 €"),
+        (["$1,200", "-$3"], "$1,200"),
+        (["1.5", "2,5"], "2,5"),
+        (["1.5", "2"], None),
+        (["2020-11-01"], None),
+        (["3.10.1"], None),
+        (["good", "3 %"], None),
+        ([], None),
+    ],
+)
+def test_columns_of_numbers_that_are_not_read_are_found(texts: list[str], found: str | None) -> None:
+    assert unread_number(texts) == found
