@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.messages import BadConversation, Message, as_function, given, message_of, parsed
-from hwopt.data.sources.rows import without_nulls
+from hwopt.data.sources.rows import is_blank, without_nulls
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def alpaca_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> list[Me
     """
     instruction, output = (cells[name] for name in columns)
     for name, text in zip(columns, (instruction, output), strict=True):
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str) or is_blank(text):
             raise BadConversation(f"{name!r} has no text")
     more = cells.get("input")
     asked = f"{instruction}\n{more}" if isinstance(more, str) and more.strip() else instruction

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hwopt.data.sources.rows import is_blank
 from hwopt.text import first_line, listing, truncate
 
 Message = dict[str, Any]
@@ -83,7 +84,7 @@ def message_of(value: Any, number: int) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise BadConversation(f"message {number} has a content that is not text: {truncate(content)}")
-    if not content.strip() and role == "user":
+    if is_blank(content) and role == "user":
         raise BadConversation(f"message {number} ({role}) is empty")
     if marked := {"train_detail", "training_detail"} & set(message):
         raise BadConversation(f"message {number} has {marked.pop()!r}, which trains parts of it; hwopt trains whole messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,11 @@ def holds_text(kind: Any) -> bool:
 
     kind = values_type(kind)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_blank(text: str) -> bool:
+    """Whether `text` has nothing to see: blanks, control characters and zero-width characters only."""
+    return all(unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp", "Zs") for letter in text)
 
 
 def is_list(kind: Any) -> bool:

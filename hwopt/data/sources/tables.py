@@ -18,7 +18,7 @@ from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.image_folder import read_image_folder
 from hwopt.data.sources.json_reader import read_json
 from hwopt.data.sources.location import EXTENSIONS, configured, extension, locate
-from hwopt.data.sources.rows import ReadOptions, Rows, holds_text, values_type
+from hwopt.data.sources.rows import ReadOptions, Rows, holds_text, is_blank, values_type
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError, is_gated
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients
@@ -113,11 +113,11 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
                 row, f"{name!r} has no value" if row in empty else f"{name!r} is not text: {truncate(non_strings[row])}"
             )
         texts = Texts(column.cast(pa.large_string()).fill_null(""))
-        if len(texts) and not any(text.strip() for text in texts):
+        if len(texts) and all(map(is_blank, texts)):
             raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")
         found.append(texts)
     for row, cells in enumerate(zip(*found, strict=True)):
-        if not any(cell.strip() for cell in cells):
+        if all(map(is_blank, cells)):
             rows.mark_bad(row, "has no text")
     return found
 
@@ -177,7 +177,7 @@ def read_document(path: Path, options: ReadOptions) -> Rows:
     if invalid := INVALID_BYTE.search(text):
         line = text.count("\n", 0, invalid.start()) + 1
         bad_rows.add(1, f"{undecodable(invalid, options.encoding)}: line {line}", partial(encoding_hint, path))
-    elif not text.strip():
+    elif is_blank(text):
         bad_rows.add(1, "has no text")
     texts = [] if bad_rows.reasons else [text]
     table = pa.table({"text": pa.array(texts, pa.string())})

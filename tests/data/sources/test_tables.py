@@ -284,3 +284,11 @@ def test_a_header_in_the_middle_is_no_sample(tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text("text,label\na,x\ntext,label\nb,y\n")
     rows = read_rows(str(tmp_path / "file.csv"), options=ReadOptions(strict=False))
     assert (rows.table["label"].to_pylist(), rows.bad_rows.reasons) == (["x", "y"], {3: "repeats the header"})
+
+
+@pytest.mark.parametrize("cell", ["", " \t", "\u200b\u200d\ufeff", "\u00ad\n", "\x00\x1b"])
+def test_a_cell_with_nothing_to_see_has_no_text(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "👩\u200d🔬"}}\n{json.dumps({"text": cell})}\n', encoding="utf-8")
+    rows = read_rows(str(tmp_path / "a.jsonl"), options=ReadOptions(strict=False))
+    text_columns(rows, ["text"])
+    assert rows.bad_rows.reasons == {2: "has no text"}
