@@ -232,7 +232,7 @@ class ChatTemplate:
         """
         whole, spans = self.text(messages, words), []
         for number in answers:
-            prompt = self.text(messages[:number], words, add_generation_prompt=True)
+            prompt = self.text(messages[:number], words, add_generation_prompt=True) if number else self._opening(whole, words)
             before = checks.common_length(prompt, whole)
             if before < len(prompt) and before < len(self.text(messages[:number], words)):
                 raise checks.rewritten(number + 1)
@@ -245,6 +245,14 @@ class ChatTemplate:
             checks.check_answer(whole[before:end], messages[number], number + 1, whole)
             spans.append((before, end))
         return whole, spans
+
+    def _opening(self, whole: str, words: Words) -> str:
+        """The begin of `whole` up to the answer with which it opens. Templates write no prompt without messages before it."""
+        question, asked = (self.text(checks.SHORT[:1], words, add_generation_prompt=asks) for asks in (False, True))
+        header = asked[checks.common_length(question, asked) :]
+        if not header or header not in whole:
+            raise BadConversation("begins with an answer without a generation prompt: put a question before it, or remove it")
+        return whole[: whole.index(header) + len(header)]
 
     def _turn_end(self, text: str, begin: int, end: int, content: str, number: int) -> int:
         """The end of the answer from `begin`, where another rendering leaves `text` at `end`.

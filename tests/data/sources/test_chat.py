@@ -111,17 +111,30 @@ def test_template_that_does_not_train_the_end_of_answers_is_refused(marked: bool
 SYSTEM = {"role": "system", "content": "s"}
 
 
-@pytest.mark.parametrize(("name", "before"), [("gemma3", []), ("gemma3", [SYSTEM]), ("gemma4", []), ("llama3_1", [])])
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
 def test_conversation_that_begins_with_an_answer_says_so_if_the_template_refuses_it(
-    name: str, before: list[dict[str, Any]], tokenizer: Any
+    before: list[dict[str, Any]], tokenizer: Any
 ) -> None:
-    """Templates say that roles must alternate, or that a conversation is empty."""
-    tokenizer.chat_template = TEMPLATES[name]
+    """The template says that roles must alternate."""
+    tokenizer.chat_template = TEMPLATES["gemma3"]
     with pytest.raises(BadConversation, match=r"begins with an answer, which the chat template cannot write: put a question"):
         trained_text(tokenizer, [*before, *MESSAGES[1:]])
     assert trained_text(tokenizer, [*before, *MESSAGES]).startswith("Hi.")
-    tokenizer.chat_template = CHATML
-    assert trained_text(tokenizer, MESSAGES[1:]).startswith("Hi.")
+
+
+@pytest.mark.parametrize("template", [CHATML, without_markers(CHATML), TEMPLATES["gemma4"], TEMPLATES["llama3_1"]])
+def test_answer_that_begins_a_conversation_is_trained_without_its_header(template: str, tokenizer: Any) -> None:
+    """transformers writes no prompt of a conversation without messages, and most templates neither."""
+    tokenizer.chat_template = template
+    trained = trained_text(tokenizer, MESSAGES)
+    assert trained.startswith("Hi.")
+    assert trained_text(tokenizer, MESSAGES[1:]) == trained
+
+
+def test_answer_that_begins_a_conversation_needs_a_generation_prompt(tokenizer: Any) -> None:
+    tokenizer.chat_template = without_markers(CHATML).replace("add_generation_prompt", "false")
+    with pytest.raises(BadConversation, match="begins with an answer without a generation prompt"):
+        trained_text(tokenizer, MESSAGES[1:])
 
 
 @pytest.mark.parametrize(
