@@ -76,11 +76,11 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
         staging.replace(path)
 
 
-as_json = partial(json.dumps, ensure_ascii=False, default=str)
+as_json = partial(json.dumps, ensure_ascii=False, default=lambda value: None if isinstance(value, bytes) else str(value))
 
 
 class CsvWriter(Writer):
-    """Comma-separated UTF-8. Missing values are empty, nested ones and booleans are JSON."""
+    """Comma-separated UTF-8. Missing values and bytes are empty, nested ones and booleans are JSON."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         # csv quotes the characters of its line end: with the default one also a lone "\r", which would end the row
@@ -88,14 +88,17 @@ class CsvWriter(Writer):
         if not self.started:
             rows.writerow([*table.column_names, *columns])
         values = [*(column.to_pylist() for column in table.columns), *columns.values()]
-        # booleans as JSON too, which is how hwopt spells labels
-        cells = ([as_json(each) if isinstance(each, dict | list | bool) else each for each in column] for column in values)
-        rows.writerows(zip(*cells, strict=True))
+        rows.writerows(zip(*(map(self.cell, column) for column in values), strict=True))
         self.file.flush()
+
+    def cell(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return None
+        return as_json(value) if isinstance(value, dict | list | bool) else value  # booleans as hwopt spells labels
 
 
 class JsonWriter(Writer):
-    """One JSON object per line, UTF-8."""
+    """One JSON object per line, UTF-8. Bytes are null."""
 
     def write(self, table: pa.Table, columns: Columns, originals: Originals) -> None:
         rows = table.to_pylist()

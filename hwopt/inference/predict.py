@@ -96,6 +96,9 @@ def write_predictions(
             raise DataError(f"{rows.source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
     renamed = [f"{new!r} instead of {name!r}" for name, new in names.items() if new != name]
     notes = [f"new columns: {listing(renamed)}, which the input has already"] if renamed else []
+    inside = [repr(field.name) for field in rows.table.schema if "binary" in str(field.type)]
+    if inside and output.suffix.lower() != ".parquet":
+        notes.append(f"{output} lacks the bytes in {listing(inside)}, which only a parquet file can hold")
     return PredictionReport(
         output, count, predicted, tuple(names.values()), reasons_of(rows, True), reasons_of(rows, False), (*loaded.notes, *notes)
     )

@@ -69,6 +69,21 @@ def test_lists_and_booleans_in_csv_are_json_in_the_columns_of_the_input_and_in_n
     ]
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_bytes_are_in_parquet_only(tmp_path: Path, suffix: str, classifier: Path) -> None:
+    source, image = tmp_path / "in.parquet", {"bytes": b"\x89PNG", "path": "a.png"}
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["red"], "image": [image], "raw": [b"\x89"]}), source)
+    report = api.predict(classifier, str(source), output := tmp_path / f"out.{suffix}")
+    (row,) = read_rows(str(output)).table.to_pylist()
+    if suffix == "parquet":
+        assert (row["image"], row["raw"], report.notes) == (image, b"\x89", ())
+    else:
+        assert (row["image"], row["raw"]) == (
+            ('{"bytes": null, "path": "a.png"}', "") if suffix == "csv" else ({"bytes": None, "path": "a.png"}, None)
+        )
+        assert report.notes == (f"{output} lacks the bytes in 'image', 'raw', which only a parquet file can hold",)
+
+
 def test_a_lone_carriage_return_in_a_cell_ends_no_row(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one\rtwo", "three\r\nfour", "five"]})
     with replacing(output := tmp_path / "out.csv", {"predicted_label": str}) as writer:
