@@ -111,7 +111,7 @@ def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Shee
         "fits": fits,
         "peak memory": peak,
         "micro-batch": micro_batch,
-        "largest rows": lambda plan: known(plan["memory"]["largest_train"], "{:,}".format),
+        "largest micro-batch": lambda plan: known(plan["memory"]["largest_train"], "{:,}".format),
         "time per epoch": time("epoch"),
         "training time": time("total"),
         "time per step": time("step"),

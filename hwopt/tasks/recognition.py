@@ -68,7 +68,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     names = tuple(rows.table.column_names)
     table = rows.table.select([place for place, name in enumerate(names) if names.count(name) == 1])
     twice = listing([repr(name) for name in dict.fromkeys(names) if name and names.count(name) > 1])
-    unread = twice and f"several columns named {twice} are not read"
+    unread = twice and f"several columns named {twice} are not read: rename all but one"
     chosen, found = choose_columns(table, kind, source)
     first = table.slice(0, EXAMINED)
     read = {*found.read, *(EXTRAS if found.chat else ())}  # a template writes the tools, too

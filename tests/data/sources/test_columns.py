@@ -236,7 +236,7 @@ def test_columns_of_one_name_are_not_proposed(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label,label,,\n" + "some text,a,b,,\nother text,b,a,,\n" * 20)
     found = recognise(str(tmp_path / "a.csv"))
     assert found.keys == {"text": ["text"]}
-    assert found.why.endswith("; several columns named 'label' are not read")
+    assert found.why.endswith("; several columns named 'label' are not read: rename all but one")
 
 
 @pytest.mark.parametrize(
