@@ -56,8 +56,14 @@ def job_toml(folder: Path, train: Path, model: dict[str, Any], tokenizer: Path |
     return path
 
 
+def held(process: psutil.Process) -> float:
+    """MiB that a process holds: shared pages in parts, without the pages of files, which the system can drop at any time."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 2**10
+
+
 def measured(command: list[str], **environment: str) -> dict[str, float]:
-    """Seconds, CPU seconds, and the most memory (MiB) that a command and its children hold; shared pages count once."""
+    """Seconds, CPU seconds, and the most memory (MiB) that a command and its children hold (`held`)."""
     started = time.perf_counter()
     with tempfile.TemporaryFile() as errors:
         process = psutil.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=errors)
@@ -65,9 +71,9 @@ def measured(command: list[str], **environment: str) -> dict[str, float]:
         while process.poll() is None:
             try:
                 family = [process, *process.children(recursive=True)]
-                peak = max(peak, sum(each.memory_full_info().pss for each in family) / 2**20)
+                peak = max(peak, sum(map(held, family)))
                 cpu = max(cpu, sum(sum(each.cpu_times()[:2]) for each in family))
-            except psutil.Error:  # a process has just ended
+            except (psutil.Error, OSError):  # a process has just ended
                 pass
             time.sleep(0.05)
         errors.seek(0)

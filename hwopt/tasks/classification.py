@@ -137,7 +137,7 @@ class Classification(Classes):
         import numpy as np
 
         numbers = {name: number for number, name in enumerate(names)}
-        return np.array([numbers[label] for label in labels], np.int64)
+        return np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
 
     def names_in(self, label: Any) -> Sequence[str]:
         return (label,)
@@ -164,6 +164,8 @@ class Classification(Classes):
 
 def refuse_lost_labels(rows: Rows, labels: Sequence[str], usable: Sequence[int]) -> None:
     """Raise DataError if a label occurs only in rows that cannot be used. `labels`: one per table row."""
+    if len(usable) == len(labels):
+        return
     used = set(usable)
     known = {labels[row] for row in used}
     lost = Counter(label for row, label in enumerate(labels) if row not in used and label and label not in known)

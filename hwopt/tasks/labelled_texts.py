@@ -56,7 +56,8 @@ class LabelledTexts(Task):
 
         def encoded(chunks: Chunks) -> Encoding:
             found = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types, chunks)
-            made = self.label_array([label for sample, label in enumerate(labels) if sample not in found.skipped], names)
+            kept = [label for sample, label in enumerate(labels) if sample not in found.skipped] if found.skipped else labels
+            made = self.label_array(kept, names)
             types = {} if found.types is None else {"token_type_ids": found.types}
             return {"labels": made, "counts": np.full(len(made), made[0].size, np.int32), **types}, found, {}
 

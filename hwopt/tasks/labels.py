@@ -9,6 +9,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
@@ -48,23 +49,22 @@ def read_labels(rows: Rows, name: str) -> list[str]:
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")
     classes = class_names(table, name)
     originals = rows.non_strings.get(name, {})
-    values: list[Any] = column.to_pylist()
-    for row, value in enumerate(values):
-        value = values[row] = originals.get(row, value)
+    labels: list[str] = []
+    for row, value in enumerate(value for chunk in column.chunks for value in chunk.to_pylist()):
+        value, label = originals.get(row, value), ""
         if value is None or not str(value).strip() or value != value or (classes and not 0 <= value < len(classes)):
             rows.mark_bad(row, f"{name!r} has no label ({truncate(value)})")
-            values[row] = None
         elif isinstance(value, list | dict):
             rows.mark_bad(row, f"{name!r} is not a label: {truncate(value)}")
-            values[row] = None
         elif isinstance(value, float) and not value.is_integer() and not text:
             raise DataError(
                 f"{rows.places.at(row)}: {name!r} is {value}, a measurement; expected classes. "
                 "Choose another column with data.label, or set task.kind = 'regression'"
             )
-    if classes:
-        return ["" if value is None else classes[value] for value in values]
-    return ["" if value is None else label_text(value) for value in values]
+        else:
+            label = classes[value] if classes else label_text(value)
+        labels.append(label)
+    return labels
 
 
 class TypedLabel(str):
@@ -73,7 +73,10 @@ class TypedLabel(str):
 
 def label_text(value: Any) -> str:
     """The label of a cell: a text as it is, a number or a boolean as JSON writes it."""
-    return sys.intern(value) if isinstance(value, str) else TypedLabel(str(value).lower())  # one object for all equal texts
+    return sys.intern(value) if isinstance(value, str) else typed_label(str(value).lower())  # one object for all equal texts
+
+
+typed_label = lru_cache(10_000)(TypedLabel)
 
 
 def in_the_spelling_of(names: Sequence[str], label: str) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.number_format import is_decimal
-from hwopt.data.sources.rows import ReadOptions, Rows
+from hwopt.data.sources.rows import PACK, ReadOptions, Rows
+from hwopt.data.sources.spill import Spill
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
 from hwopt.text import listing, truncate
@@ -47,7 +48,8 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     names: list[str] = []
     first = 0
     rows: list[list[str]] = []
-    numbers = array("q")
+    packs: list[list[Any]] = []
+    spill, numbers = Spill(), array("q")
     for number, cells, raw in records:
         invalid = INVALID_BYTE.search(raw)
         if not names:
@@ -70,9 +72,13 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
         else:
             rows.append(cells)
             numbers.append(number)
+            if len(rows) == PACK:
+                packs.append([spill.put(pa.array(column, pa.string())) for column in zip(*rows, strict=True)])
+                rows = []
     if not names:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
-    columns = [pa.array([cells[index] for cells in rows], pa.string()) for index in range(len(names))]
+    packs.append([pa.array([cells[index] for cells in rows], pa.string()) for index in range(len(names))])
+    columns = [pa.chunked_array(list(map(spill.get, column))) for column in zip(*packs, strict=True)]
     table = pa.Table.from_arrays(columns, names=names)
     note = (
         f"{path}:{first}: is read as the names of the columns: {listing(names, 5)}. If it is a sample, add a line of names above"
@@ -81,7 +87,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     return Rows(table, Places(str(path), "line", numbers), bad_rows, notes=notes)
 
 
-def looks_like_a_cell(name: str, column: pa.Array) -> bool:
+def looks_like_a_cell(name: str, column: pa.ChunkedArray) -> bool:
     """Whether the `name` of a column looks like one of its cells, as in a file without a header."""
     import pyarrow.compute
 

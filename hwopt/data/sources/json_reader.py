@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.rows import Rows, holds_objects
+from hwopt.data.sources.rows import PACK, Rows, holds_objects
+from hwopt.data.sources.spill import Spill
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
 from hwopt.text import first_line, truncate
@@ -113,11 +114,11 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
 
     columns: dict[str, list[Any]] = {}
     packs: dict[str, list[Any]] = {}
-    number = 0
+    spill, number = Spill(), 0
     for number, row in enumerate(rows):
         if number % PACK == 0:
             for name, values in columns.items():
-                packs[name].append(packed(values))
+                packs[name].append(packed(values, spill))
                 columns[name] = []
         for name in row:
             if name not in columns:
@@ -125,8 +126,8 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
         for name, values in columns.items():
             values.append(row.get(name))
     arrays, non_strings = [], {}
-    for name, own in packs.items():
-        own.append(packed(columns[name]))
+    for name, put in packs.items():
+        own = [*map(spill.get, put), packed(columns[name])]
         if (whole := same_type(own)) is not None:
             arrays.append(whole)
             continue
@@ -146,17 +147,14 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
     return pa.table(dict(zip(packs, arrays, strict=True))), non_strings
 
 
-PACK = 10_000  # rows whose values are held as Python objects
-
-
-def packed(values: list[Any]) -> pa.Array | list[Any]:
-    """`values` as an Arrow array, if that gives back the same values; it takes a third of the memory."""
+def packed(values: list[Any], spill: Spill | None = None) -> pa.Array | range | list[Any]:
+    """`values` as an Arrow array, if that gives back the same values, on disk or in a third of the memory."""
     import pyarrow as pa
 
     with suppress(pa.ArrowException, OverflowError, UnicodeError):
         array = pa.array(values)
         if pa.types.is_string(array.type) or (pa.types.is_int64(array.type) and bool not in map(type, values)):
-            return array
+            return array if spill is None else spill.put(array)
     return values
 
 

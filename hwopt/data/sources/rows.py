@@ -13,6 +13,8 @@ from hwopt.data.bad_rows import BadRows, Places
 if TYPE_CHECKING:
     import pyarrow as pa
 
+PACK = 10_000  # rows whose values are held as Python objects
+
 
 @dataclass(frozen=True)
 class ReadOptions:

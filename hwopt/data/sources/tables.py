@@ -18,14 +18,17 @@ from hwopt.data.sources.csv_reader import read_delimited
 from hwopt.data.sources.image_folder import read_image_folder
 from hwopt.data.sources.json_reader import read_json
 from hwopt.data.sources.location import EXTENSIONS, configured, extension, locate
-from hwopt.data.sources.rows import ReadOptions, Rows, holds_text, is_blank, values_type
+from hwopt.data.sources.rows import PACK, ReadOptions, Rows, holds_text, is_blank, values_type
+from hwopt.data.sources.spill import Spill
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, read_lines, undecodable
 from hwopt.errors import DataError, is_gated
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients
 from hwopt.text import cut, first_line, listing, nearest, truncate
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 
 def read_rows(source: str, split: str | None = None, options: ReadOptions | None = None, name: str | None = None) -> Rows:
@@ -63,13 +66,14 @@ def numbered_rows(table: pa.Table, source: str, options: ReadOptions) -> Rows:
 
 
 class Texts(Sequence[str]):
-    """A column of strings, which are made when they are read: Python objects take twice the memory."""
+    """Rows of a column of strings, which are made when they are read: Python objects take twice the memory. Null is ""."""
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        self.column = column
+    def __init__(self, column: pa.ChunkedArray, rows: NDArray[np.int64] | None = None) -> None:
+        """`rows`: ascending; default: all."""
+        self.column, self.rows = column, rows
 
     def __len__(self) -> int:
-        return len(self.column)
+        return len(self.column if self.rows is None else self.rows)
 
     @overload
     def __getitem__(self, at: int) -> str: ...
@@ -77,9 +81,17 @@ class Texts(Sequence[str]):
     def __getitem__(self, at: slice) -> list[str]: ...
     def __getitem__(self, at: int | slice) -> Any:
         if isinstance(at, int):
-            return self.column[at].as_py()
+            at = range(len(self))[at]
+            return self[at : at + 1][0]
         start, stop, _ = at.indices(len(self))
-        return self.column.slice(start, max(stop - start, 0)).to_pylist()
+        if stop <= start:
+            return []
+        if self.rows is None:
+            found = self.column.slice(start, stop - start)
+        else:  # take() copies the whole of a column in parts
+            rows = self.rows[start:stop]
+            found = self.column.slice(rows[0], rows[-1] + 1 - rows[0]).take(rows - rows[0])
+        return [text or "" for text in found.to_pylist()]
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), 1_000):
@@ -88,7 +100,8 @@ class Texts(Sequence[str]):
     def take(self, samples: Sequence[int]) -> Texts:
         import numpy as np
 
-        return Texts(self.column.take(np.asarray(samples, np.int64)))
+        chosen = np.asarray(samples, np.int64)
+        return Texts(self.column, chosen if self.rows is None else self.rows[chosen])
 
 
 def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> list[Texts]:
@@ -97,7 +110,6 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
     Raises DataError if a column is missing (with the nearest name) or does not hold text.
     """
     import numpy as np
-    import pyarrow as pa
 
     found = []
     for name in names:
@@ -112,7 +124,7 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
             rows.mark_bad(
                 row, f"{name!r} has no value" if row in empty else f"{name!r} is not text: {truncate(non_strings[row])}"
             )
-        texts = Texts(column.cast(pa.large_string()).fill_null(""))
+        texts = Texts(column)
         if len(texts) and all(map(is_blank, texts)):
             raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")
         found.append(texts)
@@ -191,7 +203,11 @@ def read_parquet(path: Path) -> pa.Table:
 
     try:
         with path.open("rb") as file:
-            table = pyarrow.parquet.read_table(file)
+            parquet, spill = pyarrow.parquet.ParquetFile(file), Spill()
+            packs = [[*map(spill.put, batch.columns)] for batch in parquet.iter_batches(PACK)]
+        schema = parquet.schema_arrow
+        batches = [pa.record_batch([*map(spill.get, pack)], schema=schema) for pack in packs]
+        table = pa.Table.from_batches(batches, schema)
         table.validate(full=True)  # finds strings that are not UTF-8
         return table
     except pa.ArrowException as error:

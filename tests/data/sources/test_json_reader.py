@@ -21,6 +21,7 @@ def test_table_does_not_depend_on_how_many_rows_are_packed_at_once(pack: int, mo
     rows = [{name: column[row] for name, column in values.items() if column[row] is not None} for row in range(5)]
     expected, non_strings = to_table(rows)
     monkeypatch.setattr("hwopt.data.sources.json_reader.PACK", pack)
+    monkeypatch.setattr("hwopt.data.sources.spill.LEAST_BYTES", 0)
     found = to_table(rows)
     assert (found[0].schema, found[0].to_pylist()) == (expected.schema, expected.to_pylist())
     assert found[1] == non_strings

@@ -1,0 +1,58 @@
+"""Columns of a file that wait on disk while the rest is read, so that memory does not grow with the texts."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+import weakref
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hwopt.data.stores.chunks import writing_cache
+from hwopt.system.cache import cache_folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LEAST_BYTES = 1 << 16  # of an array that goes to disk; smaller ones have more pages than bytes
+
+
+class Spill:
+    """Arrow arrays in a file of the cache without a name, which goes with the process. First `put` all, then `get` them."""
+
+    @cached_property
+    def file(self) -> Any:
+        with writing_cache(cache_folder()):
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=cache_folder())  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        return file
+
+    def put(self, array: pa.Array) -> pa.Array | range:
+        """`array` if it is small, else where it is in the file. Raises StorageError."""
+        import pyarrow as pa
+
+        if array.nbytes < LEAST_BYTES:
+            return array
+        with writing_cache(cache_folder()):
+            start = self.file.tell()
+            with pa.ipc.new_stream(self.file, pa.schema([("", array.type)])) as stream:
+                stream.write_batch(pa.record_batch([array], [""]))
+            end = self.file.tell()
+            self.file.write(bytes(-end % 64))  # Arrow reads arrays in place from such addresses
+            self.file.flush()
+        return range(start, end)
+
+    def get(self, put: pa.Array | range) -> pa.Array:
+        """The array for which `put` returned this. Its bytes are mapped: the system may drop them, and read them again."""
+        import pyarrow as pa
+
+        if not isinstance(put, range):
+            return put
+        return pa.ipc.open_stream(self._mapped.slice(put.start, len(put))).read_next_batch().column(0)
+
+    @cached_property
+    def _mapped(self) -> pa.Buffer:
+        import pyarrow as pa
+
+        return pa.py_buffer(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
