@@ -62,10 +62,14 @@ class Rows:
         return usable
 
     def take(self, rows: Sequence[int]) -> Rows:
-        """These `rows` of the table."""
+        """These `rows` of the table, in ascending order."""
+        import numpy as np
+        import pyarrow as pa
+
+        mask = np.isin(np.arange(self.table.num_rows), rows)
         return replace(
             self,
-            table=self.table.take(rows),
+            table=self.table.filter(pa.array(mask)),  # take() would copy whole columns
             places=self.places.take(rows),
             non_strings={
                 name: {place: values[row] for place, row in enumerate(rows) if row in values}
