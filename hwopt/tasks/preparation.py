@@ -74,8 +74,10 @@ def token_store(
             store = kind.cached(folder, written)
     report_left_out(store, samples)
     if not store.has("documents"):  # the store may come from a run with another model
-        used = np.delete(np.arange(len(samples)), [sample for sample, _ in store.meta["left_out"]]).tolist()
-        limit.check(np.diff(store.array("offsets")), samples.places.take(used))
+        places = samples.places
+        if left_out := [sample for sample, _ in store.meta["left_out"]]:
+            places = places.take(np.delete(np.arange(len(samples)), left_out).tolist())
+        limit.check(np.diff(store.array("offsets")), places)
     return store
 
 
