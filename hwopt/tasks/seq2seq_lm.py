@@ -14,10 +14,10 @@ from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts
 from hwopt.data.sources.columns import PROMPTS, is_text
 from hwopt.data.sources.rows import Rows
-from hwopt.data.sources.tables import text_columns
+from hwopt.data.sources.tables import Texts, text_columns
 from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import PairStore
-from hwopt.data.tokenizer import CHUNK, encode
+from hwopt.data.tokenizer import CHUNK, encode, joined
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import Generation, Seq2SeqGenerator
@@ -95,30 +95,33 @@ class Seq2SeqLM(Task):
         import numpy as np
 
         prompts, completions = samples.columns
+        assert isinstance(prompts, Texts)
         tokenizer, limit = trained.tokenizer, trained.limit
         start = tokenizer.pad_token_id if trained.job.model.name is None else start_token(trained.config)
         most = trained.job.data.max_target_length
         most = most if limit.max_positions is None else min(most, limit.max_positions)
 
         def encoded(chunks: Chunks) -> Encoding:
-            targets = encode_targets(tokenizer, completions)
-            empty = {sample: "has a completion without tokens" for sample, target in enumerate(targets) if not target}
-            used = [sample for sample in range(len(targets)) if sample not in empty]
-            if not used:
+            targets = Chunks(chunks.folder and chunks.folder / "targets")
+            encode_targets(tokenizer, completions, most, targets)
+            tokens, ids = targets.array("lengths", np.int64), targets.array("ids", np.int32)
+            used = np.flatnonzero(tokens)
+            if not len(used):
                 raise DataError(f"{samples.places.source}: no completion has a token")
-            found = encode(tokenizer, [[prompts[sample] for sample in used]], limit, samples.places.take(used), False, chunks)
-            skipped = empty | {used[sample]: reason for sample, reason in found.skipped.items()}
-            kept = [targets[sample] for sample in used if sample not in skipped]
-            lengths = np.array([min(most, len(target)) for target in kept], np.int64)
+            found = encode(tokenizer, [prompts.take(used)], limit, samples.places.take(used.tolist()), False, chunks)
+            skipped = dict.fromkeys(np.flatnonzero(tokens == 0).tolist(), "has a completion without tokens")
+            skipped |= {int(used[sample]): reason for sample, reason in found.skipped.items()}
+            lengths, kept = np.minimum(tokens, most), np.ones(len(tokens), bool)
+            kept[list(skipped)] = False
             arrays = {
-                "target_ids": np.concatenate([np.array(shortened(target, most), np.int32) for target in kept]),
-                "target_offsets": np.concatenate([[0], np.cumsum(lengths)]),
-                "counts": lengths.astype(np.int32),
+                "target_ids": ids[np.repeat(kept, lengths)] if skipped else ids,
+                "target_offsets": np.concatenate([[0], np.cumsum(lengths[kept])]),
+                "counts": lengths[kept].astype(np.int32),
             }
             meta = {
                 "max_target_length": most,
                 "start": start,
-                "cut_targets": sum(len(target) > most for target in kept),
+                "cut_targets": int((tokens[kept] > most).sum()),
                 "left_out": [[sample, skipped[sample]] for sample in sorted(skipped)],
                 "largest_id": max(int(arrays["target_ids"].max()), int(found.ids.max()), start),
             }
@@ -209,21 +212,18 @@ def start_token(config: PretrainedConfig) -> int:
     return found
 
 
-def shortened(target: list[int], most: int) -> list[int]:
-    """At most `most` tokens of `target` with its last one, the end of the text, as tokenizers truncate."""
-    return target if len(target) <= most else [*target[: most - 1], target[-1]]
+def encode_targets(tokenizer: Any, texts: Sequence[str], most: int, chunks: Chunks) -> None:
+    """Add to `chunks`: ids, at most `most` tokens of each target, the last one its end of the text; lengths before the cut.
 
+    A text without tokens has the length 0 and no ids.
+    """
+    import numpy as np
 
-def encode_targets(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each target with the end-of-text token, as the tokenizer encodes targets; [] for a text without tokens."""
     end = tokenizer.eos_token_id
-    found: list[list[int]] = []
-    for at in range(0, len(texts), CHUNK):
+    for at in range(chunks.done, len(texts), CHUNK):
         encoded = tokenizer(text_target=list(texts[at : at + CHUNK]), return_attention_mask=False, verbose=False)["input_ids"]
         bare = set(tokenizer.all_special_ids)
-        for tokens in encoded:
-            if all(token in bare for token in tokens):
-                found.append([])
-            else:
-                found.append(tokens if end is None or tokens[-1] == end else [*tokens, end])
-    return found
+        found = [[] if bare.issuperset(tokens) else tokens for tokens in encoded]
+        found = [[*tokens, end] if tokens and end not in (None, tokens[-1]) else tokens for tokens in found]
+        cut = [tokens if len(tokens) <= most else [*tokens[: most - 1], tokens[-1]] for tokens in found]
+        chunks.add(at + len(found), {"ids": joined(cut), "lengths": np.array([*map(len, found)], np.int64)})

@@ -97,7 +97,7 @@ class Texts(Sequence[str]):
         for start in range(0, len(self), 1_000):
             yield from self[start : start + 1_000]
 
-    def take(self, samples: Sequence[int]) -> Texts:
+    def take(self, samples: Sequence[int] | NDArray[np.int64]) -> Texts:
         import numpy as np
 
         chosen = np.asarray(samples, np.int64)
