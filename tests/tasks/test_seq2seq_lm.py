@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from hwopt.cli import run_command
 from hwopt.config.job import Job
 from hwopt.data.batches.collate import PairCollate, StepDataset, cut_in_order
 from hwopt.data.batches.step_batch import Step, Widths
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import PairStore
 from hwopt.errors import DataError, InputError
 from hwopt.memory.forecast.lengths import lengths_of
@@ -26,8 +27,9 @@ from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.shapes import Shape
 from hwopt.memory.trace.dry_run import generate_last_token
 from hwopt.planning.plan import Plan
+from hwopt.tasks import seq2seq_lm
 from hwopt.tasks.recognition import recognise
-from hwopt.tasks.seq2seq_lm import start_token
+from hwopt.tasks.seq2seq_lm import encode_targets, start_token
 from hwopt.testing import TINY_T5, plan_for, tiny_job, tiny_profile, train_tiny
 
 KIND = "seq2seq-lm"
@@ -219,3 +221,27 @@ def test_summaries_and_translations_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "chat.csv").write_text("prompt,response\nhello,hi there\nbye,see you\n")
     assert recognise(str(tmp_path / "chat.csv")).kind == "causal-lm"
     assert recognise(str(tmp_path / "chat.csv"), KIND).keys == {"prompt": "prompt", "completion": "response"}
+
+
+def test_targets_are_continued_from_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Letters:
+        """A letter is a token; 1 ends a text, and "!" stops the process once."""
+
+        eos_token_id, all_special_ids = 1, (1,)
+        seen: ClassVar[list[str]] = []
+
+        def __call__(self, text_target: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            self.seen.extend(text_target)
+            if "!" in text_target and self.seen.count("!") == 1:
+                raise KeyboardInterrupt
+            return {"input_ids": [[*map(ord, text), 1] for text in text_target]}
+
+    monkeypatch.setattr(seq2seq_lm, "CHUNK", 2)
+    monkeypatch.setattr("hwopt.data.stores.chunks.CHUNK_BYTES", 0)
+    texts, made = ["abcd", "", "e", "f", "!", "g"], Letters()
+    with pytest.raises(KeyboardInterrupt):
+        encode_targets(made, texts, 3, Chunks(tmp_path))
+    encode_targets(made, texts, 3, chunks := Chunks(tmp_path))
+    assert made.seen == [*texts, "!", "g"]
+    assert chunks.array("lengths", np.int64).tolist() == [5, 0, 2, 2, 2, 2]
+    assert chunks.array("ids", np.int32).tolist() == [97, 98, 1, 101, 1, 102, 1, 33, 1, 103, 1]
