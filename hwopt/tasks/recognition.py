@@ -75,7 +75,7 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     cells = [[str(value or "") for value in first[name].to_pylist()] for name in table.column_names if name in read]
     texts = [" ".join(row) for row in zip(*cells, strict=True)]
     letters = sum(map(len, texts))
-    said = (", ".join(reading_notes(source, reading)), found.why, unread, unread_numbers(table), *rows.notes)
+    said = (", ".join(reading_notes(source, reading)), found.why, unread, unread_numbers(table), *rows.warnings)
     return DataColumns(
         source,
         table.num_rows,

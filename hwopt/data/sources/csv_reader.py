@@ -83,8 +83,8 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
     note = (
         f"{path}:{first}: is read as the names of the columns: {listing(names, 5)}. If it is a sample, add a line of names above"
     )
-    notes = (note,) if any(map(looks_like_a_cell, names, columns)) and not are_numbered(names) else ()
-    return Rows(table, Places(str(path), "line", numbers), bad_rows, notes=notes)
+    warnings = (note,) if any(map(looks_like_a_cell, names, columns)) and not are_numbered(names) else ()
+    return Rows(table, Places(str(path), "line", numbers), bad_rows, warnings=warnings)
 
 
 def looks_like_a_cell(name: str, column: pa.ChunkedArray) -> bool:

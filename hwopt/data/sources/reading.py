@@ -127,7 +127,9 @@ def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
         bad_rows.hint = bad_rows.hint or rows.bad_rows.hint
     places = Places(source, "row", numbers, origins, mixed)
     documents = all(rows.documents for rows in parts)
-    return Rows(table, places, bad_rows, non_strings, documents, tuple(note for rows in parts for note in rows.notes))
+    notes = tuple(line for rows in parts for line in rows.notes)
+    warnings = tuple(line for rows in parts for line in rows.warnings)
+    return Rows(table, places, bad_rows, non_strings, documents, notes, warnings)
 
 
 def joined_table(parts: Sequence[Rows]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:

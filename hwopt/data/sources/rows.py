@@ -43,6 +43,7 @@ class Rows:
     """
     documents: bool = False  # each row is a whole text file
     notes: tuple[str, ...] = ()  # lines for the screen
+    warnings: tuple[str, ...] = ()  # the same, about what is not used
 
     @property
     def source(self) -> str:

@@ -276,8 +276,10 @@ def test_hub_clients_work_offline_if_the_hub_is_out_of_reach(monkeypatch: pytest
 )
 def test_a_first_line_that_looks_like_a_sample_is_named(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "file.csv").write_text(text)
-    assert said in (notes := " ".join(read_rows(str(tmp_path / "file.csv")).notes))
-    assert bool(notes) == bool(said)
+    source = str(tmp_path / "file.csv")
+    for rows in (read_rows(source), read_all([source, write(tmp_path / "b.csv", text)], None, ReadOptions())):
+        assert said in (warnings := " ".join(rows.warnings))
+        assert bool(warnings) == bool(said)
 
 
 def test_a_header_in_the_middle_is_no_sample(tmp_path: Path) -> None:
