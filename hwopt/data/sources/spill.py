@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import tempfile
 import weakref
+from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hwopt.data.stores.chunks import writing_cache
 from hwopt.system.cache import cache_folder
@@ -22,17 +23,19 @@ class Spill:
 
     @cached_property
     def file(self) -> Any:
-        with writing_cache(cache_folder()):
+        """None if the cache cannot be written, which `hwopt init` does not need: the arrays stay in memory."""
+        with suppress(OSError):
             cache_folder().mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=cache_folder())  # noqa: SIM115
-        weakref.finalize(self, file.close)
-        return file
+            weakref.finalize(self, close, file)
+            return file
+        return None
 
     def put(self, array: pa.Array) -> pa.Array | range:
-        """`array` if it is small, else where it is in the file. Raises StorageError."""
+        """`array` if it is small, else where it is in the file. Raises StorageError for a full disk."""
         import pyarrow as pa
 
-        if array.nbytes < LEAST_BYTES:
+        if array.nbytes < LEAST_BYTES or self.file is None:
             return array
         with writing_cache(cache_folder()):
             start = self.file.tell()
@@ -56,3 +59,8 @@ class Spill:
         import pyarrow as pa
 
         return pa.py_buffer(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # a full disk, of which `put` told
+        file.close()

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from hwopt.data.sources.rows import ReadOptions
-from hwopt.data.sources.spill import Spill
+from hwopt.data.sources.spill import Spill, close
 from hwopt.data.sources.tables import Texts, read_rows, text_columns
 from hwopt.errors import StorageError
 
@@ -42,11 +42,15 @@ def test_array_from_disk_is_the_same(array: pa.Array) -> None:
     assert [spill.get(each) for each in put] == [array, small, array]
 
 
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_stay_in_memory_without_a_cache_and_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HWOPT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="cannot write the cache"):
-        Spill().put(pa.array(["text"] * 99_999))
+    large, spill = pa.array(["text"] * 99_999), Spill()
+    assert spill.put(large) is large
+    spill.file = open("/dev/full", "wb")  # noqa: SIM115
+    with pytest.raises(StorageError, match=r"cannot write the cache \(No space left on device\)"):
+        spill.put(large)
+    close(spill.file)
 
 
 def test_rows_of_a_column_are_read_in_their_order() -> None:
