@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
 from hwopt.hosts.limits import TRAINER_LACKS, lacks_of, overridden, own_loss, own_passes
+from hwopt.hosts.peft_options import LORA, QUANTIZED, adapter_options, quantize_options
 from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, plugin_of, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
@@ -32,8 +32,6 @@ from hwopt.planning.inputs import Inputs
 from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import hardware_of_card
-from hwopt.plugin.imports import options_from
-from hwopt.plugin.registry import Registry
 from hwopt.system.cache import cache_folder
 from hwopt.text import first_line, listing
 
@@ -47,16 +45,8 @@ LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the mode
 TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
-LORA_WORDS = {"r": "lora_r", "target_modules": "lora_target_modules"}
-LORA_WORDS |= {word: word for word in ("lora_alpha", "lora_dropout", "modules_to_save", "layers_to_transform", "use_rslora")}
-"""Field of LoraConfig -> the word that a plugin knows for it."""
-LORA, QUANTIZED, CHUNKS = "lora_r", "load_in_4bit", "num_output_chunks"
-"""Words that name the plugins of adapters, of quantized weights, and of a loss in chunks."""
-NO_MEMORY = (
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("exclude_modules", "fan_in_fan_out", "init_lora_weights", "alpha_pattern", "loftq_config", "runtime_config"),
-)
-"""Fields that change no tensor's size, or only which few modules have none."""
+CHUNKS = "num_output_chunks"
+"""The word that names the plugin of a loss in chunks."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +58,8 @@ class Fit:
     why: str
     memory: MemoryPlan | None = None
     plan: Plan | None = None
+    needs: tuple[str, ...] = ()
+    """Plugins that are on because it does not fit without them, and the script left them to the forecast."""
 
     def __bool__(self) -> bool:
         return self.fits is True
@@ -121,14 +113,29 @@ def forecast(
         vocabulary = config.get_text_config().vocab_size
         chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
         plugins = {plugin_of(CHUNKS): chunks} | plugins
-    found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
-    applied = {entry.name for entry in found.plan.applied()}
+
+    def answer(plugins: Mapping[str, Any]) -> Fit:
+        found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
+        return fit_of(found.plan, described, args, dataset)
+
+    found = answer(plugins)
+    left = [entry.name for entry in found.plan.entries if entry.choices > 1 and entry.decision == "skip"] if found.plan else []
+    if found.fits is False and left:
+        found = answer({**plugins, **dict.fromkeys(left, True)})
+        found = replace(found, why=f"{found.why}, with {listing(left)}", needs=tuple(left))
+    return found
+
+
+def fit_of(plan: Plan, described: Any, args: Any, dataset: Any) -> Fit:
+    """Whether the script with this `plan` fits. `described`: its model or config."""
+    config = getattr(described, "config", described)
+    applied = {entry.name for entry in plan.applied()}
     frozen = plugin_of(LORA) in applied
-    if other := "" if plugin_of(QUANTIZED) in applied else other_weights(described, args, found.plan, frozen):
+    if other := "" if plugin_of(QUANTIZED) in applied else other_weights(described, args, plan, frozen):
         return Fit(None, other)
-    if found.plan.recipe.optimizer is None and (optim := str(getattr(args.optim, "value", args.optim))) not in SAME_STATES:
+    if plan.recipe.optimizer is None and (optim := str(getattr(args.optim, "value", args.optim))) not in SAME_STATES:
         return Fit(None, f"optim = {optim!r} of your arguments has other states than AdamW")
-    plan = replace(found.plan, job=job_with(config, task_of(described)).job)
+    plan = replace(plan, job=job_with(config, task_of(described)).job)
     memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
     why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
     why += f"{memory.rows} x {memory.width} tokens, {memory.tier}"
@@ -261,34 +268,3 @@ def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:
         return Lengths(None, limit, labels, "max_length of the arguments")
     most = min(plan.model.max_positions or LENGTH, LENGTH)
     return Lengths(None, most, labels, "a guess: give a dataset with input_ids, or max_length")
-
-
-def adapter_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
-    """The options of the plugin that adds LoRA for `config` of PEFT, and why they do not describe it, else ""."""
-    if getattr(config, "use_dora", None) is None:
-        return {}, f"{type(config).__name__} is not a LoraConfig"
-    modules, default = config.target_modules, type(config)()
-    names = {field.name for field in dataclasses.fields(config)}.difference(LORA_WORDS, NO_MEMORY, ["use_dora"])
-    unknown = sorted(name for name in names if getattr(config, name) != getattr(default, name))
-    if isinstance(modules, str) and modules != "all-linear":
-        unknown.append("target_modules as a regular expression")
-    words = {word: getattr(config, name) for name, word in LORA_WORDS.items()}
-    words["lora_target_modules"] = "default" if modules is None else modules if isinstance(modules, str) else sorted(modules)
-    options = options_of(plugin_of(LORA), words, registry) | {"kind": "dora" if config.use_dora else "lora"}
-    return options | {"always": True}, f"{', '.join(unknown)} of {type(config).__name__} is not known" if unknown else ""
-
-
-def quantize_options(config: Any, registry: Registry) -> tuple[dict[str, Any], str]:
-    """The options of the plugin that quantizes for a `quantization_config`, and why they do not describe it, else ""."""
-    words = config if isinstance(config, Mapping) else config.to_dict()
-    options = options_of(plugin_of(QUANTIZED), words, registry)
-    return options, "" if "bits" in options else f"quant_method {words.get('quant_method')} is not known"
-
-
-def options_of(plugin: str, words: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """The options of `plugin` for those of `words` that it knows."""
-    aliases, found = registry.plugin(plugin).aliases, dict[str, Any]()
-    for word, value in words.items():
-        if word in aliases:
-            found |= options_from(aliases[word], value) or {}
-    return found

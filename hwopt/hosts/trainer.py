@@ -30,7 +30,7 @@ from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.apply import compute_loss_of_plan
 from hwopt.hosts.arguments import apply_plan, script_of
 from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
-from hwopt.hosts.script_plan import described_model, plan_for
+from hwopt.hosts.script_plan import Script, ScriptPlan, described_model, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep
 from hwopt.planning.plan import Plan
@@ -103,8 +103,7 @@ class OptimizedTrainer(Base):
         script = script_of(args, lacks_of(type(self), args, given), given.get("train_dataset"))
         script = replace(script, adapter=given.get("peft_config") is not None, on_cpu=args.device.type == "cpu")
         described = described_model(model, given)
-        found = plan_for(described, settings.profile, script, settings.plugins, settings.strict)
-        plan, memory = self._with_memory(found.plan, {**given, "model": model if isinstance(model, str) else described})
+        found, plan, memory = self._planned(script, described, {**given, "model": model if isinstance(model, str) else described})
         self._run = ScriptRun(plan, args.device, Path(args.output_dir), settings.listener, args.process_index)
         changed = apply_plan(found.plan, args, named=isinstance(model, str))
         given["args"] = args
@@ -121,21 +120,30 @@ class OptimizedTrainer(Base):
             refuse_half_weights(self.model, found.plan)
         self._bind(isinstance(model, str))
 
-    def _with_memory(self, plan: Plan, given: Mapping[str, Any]) -> tuple[Plan, list[str]]:
-        """`plan` with the forecast of its memory, and a line about it. As in `hwopt run`, for a GPU and on the first rank."""
-        if plan.hardware.device_type != "cuda" or self._own_args.process_index:
-            return plan, []
+    def _planned(self, script: Script, described: Any, given: Mapping[str, Any]) -> tuple[ScriptPlan, Plan, list[str]]:
+        """The plan, the same with its memory, and a line about that: for a GPU and on the first rank, as in `hwopt run`.
+
+        Plugins that the script leaves to the forecast are on if it does not fit without them, on one rank.
+        """
+        settings, plugins = self._settings, self._settings.plugins
+        planned = partial(plan_for, described, settings.profile, script, strict=settings.strict)
+        found = planned(plugins)
+        if found.plan.hardware.device_type != "cuda" or self._own_args.process_index:
+            return found, found.plan, []
         from hwopt.hosts.forecast import forecast_of_trainer  # imports the tracer
 
-        settings = self._settings
-        found = forecast_of_trainer(type(self), self._own_args, given, settings.profile, settings.plugins, plan.hardware)
-        line = f"memory: {found}"
-        if found.fits is False:
+        fit = forecast_of_trainer(type(self), self._own_args, given, settings.profile, plugins, found.plan.hardware)
+        line = f"memory: {fit}"
+        if fit.needs and script.world_size == 1:
+            found = planned({**plugins, **dict.fromkeys(fit.needs, True)})
+        elif fit.needs:
+            line += f". Pass {fit.needs[0]}=True: several ranks do not choose it"
+        if fit.fits is False:
             line += '. Start with fewer rows at once, batch={"train": 1}, or with checkpointing={"layers": "all"}'
             if settings.strict:
                 raise DoesNotFitError(f"strict: {line}")
             line += "; a step that runs out of memory is repeated in smaller parts where it may be split"
-        return replace(plan, memory=found.memory), [line]
+        return found, replace(found.plan, memory=fit.memory), [line]
 
     def _bind(self, named: bool) -> None:
         """Give the run the objects that the Trainer has made."""

@@ -54,6 +54,19 @@ def test_lengths_of_stored_rows_follow_their_order(tmp_path: Path) -> None:
     assert rows_lengths(stored.with_format("torch"), args) == rows_lengths(list(stored), args) == [3, 9, 5]
 
 
+def test_layers_are_recomputed_where_the_script_does_not_fit_without(tmp_path: Path) -> None:
+    """The profile leaves that to a forecast, and the script does not ask for it."""
+    stored, args = [{"input_ids": [1] * 480, "labels": [1] * 480}] * 32, arguments(tmp_path, per_device_train_batch_size=16)
+    whole = forecast_for(args, stored)
+    assert (whole.fits, whole.needs) == (True, ())
+    assert whole.memory is not None
+    least = whole.memory.highest_gib  # 3 % of it are kept back
+    tight = replace(CARD, free_memory_gib=least, memory_limit_gib=least)
+    found = forecast_for(args, stored, tight)
+    assert (found.fits, found.needs) == (True, ("checkpointing",)), found.why
+    assert found.why.endswith("with checkpointing")
+
+
 def test_max_length_alone_refuses_no_training(tmp_path: Path) -> None:
     args, full = arguments(tmp_path), replace(CARD, free_memory_gib=0.0)
     assert forecast_for(args, rows(), full).fits is False
