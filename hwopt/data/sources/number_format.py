@@ -73,7 +73,7 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
 
 
 def unread_number(values: Iterable[Any]) -> str | None:
-    """The first text that is no number with a decimal point, if all texts are numbers as people write them: "12,5 %"."""
+    """The first text that is not a number with a decimal point, if all texts are numbers as people write them: "12,5 %"."""
     texts = [value for value in values if isinstance(value, str) and not is_missing(value)]
     if not texts or decimal_of(texts) or not all(WITH_UNIT.fullmatch(text.strip()) for text in texts):
         return None
