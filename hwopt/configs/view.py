@@ -115,7 +115,8 @@ class View:
             self.leave(entry, f"{first.key} ({first.place}) says the same thing and comes first", "other", word)
         else:
             self.settings[word] = ConfigSetting(**vars(entry) | {"value": found}, word=word, reason=doubt)
-            stage = re.search(r"(?i)z(?:ero)?[_-]?([1-3])|stage[_-]?([1-3])", str(found)) if word == "deepspeed" else None
+            name = re.split(r"[/\\]", found)[-1] if word == "deepspeed" and isinstance(found, str) else ""
+            stage = re.search(r"(?i)z(?:ero)?[_-]?([1-3])|stage[_-]?([1-3])", name)
             if stage and self.tool != "accelerate":  # which has a key for it
                 self.imply("zero_stage", int(stage[1] or stage[2]), self.settings[word], "by the name of the file")
 

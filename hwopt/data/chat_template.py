@@ -251,7 +251,9 @@ class ChatTemplate:
         question, asked = (self.text(checks.SHORT[:1], words, add_generation_prompt=asks) for asks in (False, True))
         header = asked[checks.common_length(question, asked) :]
         if not header or header not in whole:
-            raise BadConversation("begins with an answer without a generation prompt: put a question before it, or remove it")
+            raise BadConversation(
+                "begins with an answer, and the chat template has no generation prompt: put a question before it, or remove it"
+            )
         return whole[: whole.index(header) + len(header)]
 
     def _turn_end(self, text: str, begin: int, end: int, content: str, number: int) -> int:

@@ -68,7 +68,7 @@ def kept_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_overrides() -> Iterator[None]:
-    """A block that leaves bitsandbytes no settings of single weights: known by place, they would be those of the next model."""
+    """Restore bitsandbytes' settings of single weights at the end: it knows them by position; the next model would get them."""
 
     def manager() -> Any:
         library: Any = sys.modules.get("bitsandbytes")

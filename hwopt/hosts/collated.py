@@ -147,7 +147,8 @@ def micro_batches(
             weight = 1.0 if law == "sum" else part / max(1, total)
             found.append(CollatedPart(inputs, weight, tuple(lengths[row] for row in group), first=first or halvings > 0))
             first = False
-        found[-1] = replace(found[-1], ignored=ignored)
+        if ignored:
+            found[-1] = replace(found[-1], ignored=ignored)
     return found
 
 
@@ -236,7 +237,7 @@ def sliced(batch: Batch, rows: list[int], width: int, pad_id: int | None = None)
     # a list would be copied for each value, and each copy waits for the device
     index: Any = torch.tensor(rows).pin_memory().to(place, non_blocking=True) if place.type == "cuda" else rows
     for key, value in batch.items():
-        part = value[index]
+        part = value[index if value.device == place else rows]
         wide = (key == "input_ids" or key in PADDING) and part.ndim > 1 and part.shape[-1] == full
         if wide and width != full:
             part = part[..., :width].contiguous() if width < full else widened(part, width, PADDING.get(key, pad_id))

@@ -121,8 +121,9 @@ def forecast(
     found = answer(plugins)
     left = [entry.name for entry in found.plan.entries if entry.choices > 1 and entry.decision == "skip"] if found.plan else []
     if found.fits is False and left:
-        found = answer({**plugins, **dict.fromkeys(left, True)})
-        found = replace(found, why=f"{found.why}, with {listing(left)}", needs=tuple(left))
+        spared = answer({**plugins, **dict.fromkeys(left, True)})
+        if spared.fits is not None:
+            return replace(spared, why=f"{spared.why}, with {listing(left)}", needs=tuple(left))
     return found
 
 
@@ -256,7 +257,8 @@ def rows_lengths(dataset: Any, args: Any) -> list[int]:
         counts = [count for table in tables for count in compute.list_value_length(table["input_ids"]).to_pylist()]
     else:
         counts = [len(row["input_ids"]) for row in dataset]
-    return [limit if getattr(args, "packing", False) else min(count, limit) for count in counts]
+    packed = getattr(args, "packing", False) and limit < sys.maxsize
+    return [limit if packed else min(count, limit) for count in counts]
 
 
 def lengths_in(dataset: Any, args: Any, plan: Plan, config: Any) -> Lengths:

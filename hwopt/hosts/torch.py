@@ -47,8 +47,10 @@ class Session:
 
     def __init__(self, found: ScriptPlan, model: Any, additive: str | None, listener: Listener, rank: int = 0) -> None:
         self.model, self.additive = model, additive
-        card = found.plan.hardware.device_type == "cuda"  # the loop may move the model there later, as Fabric does
-        self.run = ScriptRun(found.plan, torch.device("cuda") if card else device_of(model), Path(), listener, rank)
+        place = device_of(model)
+        if place.type == "cpu" and found.plan.hardware.device_type == "cuda":  # the loop may move it later, as Fabric does
+            place = torch.device("cuda")
+        self.run = ScriptRun(found.plan, place, Path(), listener, rank)
         self.run.train_loader = Loader((), None)  # the script's own is not seen
         self.stack = ExitStack()
         for line in found.lines():
@@ -206,7 +208,8 @@ class Session:
     def begin_step(self) -> None:
         """Called in each forward pass of the model. One without gradients is evaluation."""
         if not self.in_step and torch.is_grad_enabled():
-            if self.run.accelerator is None and (place := device_of(self.models[0]).type) != self.run.device.type:
+            alone = self.run.accelerator is None and self.run.device.type == "cuda"
+            if alone and (place := device_of(self.models[0]).type) != "cuda":
                 what = f"the model is on the {place}, and the plan is for {self.run.plan.hardware.name}"
                 move = "move it with model.to('cuda') before the optimizer is made"
                 raise InputError(f"{what}: {move}, or hide the card with CUDA_VISIBLE_DEVICES=-1")

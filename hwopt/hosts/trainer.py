@@ -139,7 +139,8 @@ class OptimizedTrainer(Base):
         elif fit.needs:
             line += f". Pass {fit.needs[0]}=True: several ranks do not choose it"
         if fit.fits is False:
-            line += '. Start with fewer rows at once, batch={"train": 1}, or with checkpointing={"layers": "all"}'
+            line += '. Start with fewer rows at once, batch={"train": 1}'
+            line += "" if fit.needs else ', or with checkpointing={"layers": "all"}'
             if settings.strict:
                 raise DoesNotFitError(f"strict: {line}")
             line += "; a step that runs out of memory is repeated in smaller parts where it may be split"

@@ -192,13 +192,17 @@ class TrainerStep:
         def loss_of(inputs: Batch) -> float:
             return float(self.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=count))
 
-        losses, generators = [0.0] * (1 + len(rows)), torch.random.fork_rng(range(torch.cuda.device_count()))
+        losses: list[float] = []
+        generators = torch.random.fork_rng(range(torch.cuda.device_count()))
         # evaluation may need more memory than a training step, which handles its own
         evaluating, nonzero, tolerant = without_dropout(model), without_zeros(inner(model)), suppress(torch.OutOfMemoryError)
         with self._gathering_nothing(), torch.no_grad(), generators, evaluating, nonzero, tolerant:
             losses = [loss_of(inputs) for inputs in (few, *(part.inputs for part in rows))]
         release_unused_memory()
         vars(trainer).update(counters)
+        if not losses:
+            self.run.say("the probe ran out of memory: it is not checked that the losses of rows add up to that of their batch")
+            return True
         return adds_up(losses[0], losses[1:], [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
 
     @property

@@ -6,6 +6,7 @@ are done. A row that cannot be used keeps its place, without a prediction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
@@ -96,7 +97,7 @@ def write_predictions(
             raise DataError(f"{rows.source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
     renamed = [f"{new!r} instead of {name!r}" for name, new in names.items() if new != name]
     notes = [f"new columns: {listing(renamed)}, which the input has already"] if renamed else []
-    inside = [repr(field.name) for field in rows.table.schema if "binary" in str(field.type)]
+    inside = [repr(field.name) for field in rows.table.schema if re.search(r"binary(?!:)", str(field.type))]
     if inside and output.suffix.lower() != ".parquet":
         notes.append(f"{output} lacks the bytes in {listing(inside)}, which only a parquet file can hold")
     return PredictionReport(

@@ -67,6 +67,12 @@ def test_layers_are_recomputed_where_the_script_does_not_fit_without(tmp_path: P
     assert found.why.endswith("with checkpointing")
 
 
+def test_packed_rows_without_a_maximum_are_as_long_as_they_are(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.packing = True  # of SFTConfig
+    assert rows_lengths([{"input_ids": [1, 2, 3]}], args) == [3]
+
+
 def test_max_length_alone_refuses_no_training(tmp_path: Path) -> None:
     args, full = arguments(tmp_path), replace(CARD, free_memory_gib=0.0)
     assert forecast_for(args, rows(), full).fits is False

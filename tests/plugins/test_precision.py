@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pinned_torch import IS_PINNED
 from plugin_cases import Cases, Mutation, Part, Refused
 from safetensors.torch import load_file
 from torch import nn
@@ -400,5 +401,5 @@ def test_image_model_that_does_not_cast_its_pixels_trains_in_half_precision(tmp_
     plain = train_tiny(plan_for(tiny_profile(), job), tmp_path / "plain")
     for level in ("O2", "pure"):
         half = train_tiny(plan_for(tiny_profile(precision={"dtype": "bf16", "level": level}), job), tmp_path / level)
-        # transformers 5.10 draws the random weights of a model in bf16 in that dtype: others
-        assert half.losses == pytest.approx(plain.losses, rel=0.2 if level == "pure" else 0.02)
+        other = level == "pure" and not IS_PINNED  # older transformers draw the weights of such a model in bf16: other ones
+        assert half.losses == pytest.approx(plain.losses, rel=0.2 if other else 0.02)

@@ -178,7 +178,7 @@ def alpaca_messages(cells: Mapping[str, Any], columns: Sequence[str]) -> list[Me
         if not isinstance(text, str) or is_blank(text):
             raise BadConversation(f"{name!r} has no text")
     more = cells.get("input")
-    asked = f"{instruction}\n{more}" if isinstance(more, str) and more.strip() else instruction
+    asked = f"{instruction}\n{more}" if isinstance(more, str) and not is_blank(more) else instruction
     messages = [{"role": "system", "content": str(cells["system"])}] if cells.get("system") else []
     for question, answer in (*earlier_turns(cells.get("history")), (asked, output)):
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

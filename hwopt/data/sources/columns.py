@@ -104,7 +104,8 @@ def unread_texts(table: pa.Table, known: Iterable[str]) -> str:
 def unread_numbers(table: pa.Table) -> str:
     """What to say of a column of numbers that a task would not read as numbers; "" if there is none."""
     for name in table.column_names:
-        found = None if is_fact(name) else unread_number(table[name].slice(0, EXAMINED).to_pylist())
+        read = not is_fact(name) and holds_text(type_of(table, name))
+        found = unread_number(table[name].slice(0, EXAMINED).to_pylist()) if read else None
         if found:
             what = f"column {name!r} holds numbers in a format that is not read, such as {found!r}"
             return f"{what}: to predict them, write them without units, with one decimal mark, and set task.kind = 'regression'"

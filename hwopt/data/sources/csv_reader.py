@@ -92,7 +92,11 @@ def looks_like_a_cell(name: str, column: pa.ChunkedArray) -> bool:
     import pyarrow.compute
 
     fraction = not name.isdigit() and (is_decimal(name, ".") or is_decimal(name, ","))
-    return fraction or len(name) > LONGEST_NAME or (name != "" and pyarrow.compute.index(column, name).as_py() >= 0)
+    return (
+        fraction
+        or (len(name) > LONGEST_NAME and not name.rstrip().endswith(("?", ":")))
+        or (name != "" and pyarrow.compute.index(column, name).as_py() >= 0)
+    )
 
 
 def are_numbered(names: Sequence[str]) -> bool:

@@ -113,7 +113,7 @@ def holds_text(kind: Any) -> bool:
 
 def is_blank(text: str) -> bool:
     """Whether `text` has nothing to see: blanks, control characters and zero-width characters only."""
-    return all(unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp", "Zs") for letter in text)
+    return not text[:1].isalnum() and all(unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp", "Zs") for letter in text)
 
 
 def is_list(kind: Any) -> bool:

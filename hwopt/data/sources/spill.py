@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 import weakref
 from contextlib import suppress
@@ -46,18 +47,21 @@ class Spill:
             self.file.flush()
         return range(start, end)
 
-    def get(self, put: pa.Array | range) -> pa.Array:
+    def get(self, place: pa.Array | range | list[Any]) -> Any:
         """The array for which `put` returned this. Its bytes are mapped: the system may drop them, and read them again."""
         import pyarrow as pa
 
-        if not isinstance(put, range):
-            return put
-        return pa.ipc.open_stream(self._mapped.slice(put.start, len(put))).read_next_batch().column(0)
+        if not isinstance(place, range):
+            return place
+        return pa.ipc.open_stream(self._mapped.slice(place.start, len(place))).read_next_batch().column(0)
 
     @cached_property
     def _mapped(self) -> pa.Buffer:
         import pyarrow as pa
 
+        if os.name == "posix":  # Arrow's map keeps no file descriptor, Python's one for each file that is read
+            with pa.memory_map(f"/dev/fd/{self.file.fileno()}") as mapped:
+                return mapped.read_buffer()
         return pa.py_buffer(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
 
 

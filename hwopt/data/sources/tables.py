@@ -110,6 +110,7 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
     Raises DataError if a column is missing (with the nearest name) or does not hold text.
     """
     import numpy as np
+    import pyarrow as pa
 
     found = []
     for name in names:
@@ -124,6 +125,8 @@ def text_columns(rows: Rows, names: Sequence[str], key: str = "data.text") -> li
             rows.mark_bad(
                 row, f"{name!r} has no value" if row in empty else f"{name!r} is not text: {truncate(non_strings[row])}"
             )
+        if pa.types.is_string_view(column.type):  # Arrow cannot take() from views
+            column = column.cast(pa.large_string())
         texts = Texts(column)
         if len(texts) and all(map(is_blank, texts)):
             raise DataError(f"{rows.source}: column {name!r} is empty in every row; choose another column with {key}")

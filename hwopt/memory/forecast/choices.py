@@ -59,18 +59,18 @@ def first_fitting_choice(
     while 0 <= number <= last and number not in tried:
         plan = with_choices(chosen | {entry.name: number})
         tried[number] = tried_choice(plan, lengths, cache, is_last=number == last)
-        if tried[number].unforeseen and entry.optional:
+        if tried[number].not_traceable and entry.optional:
             chosen[entry.name] = last
             return with_choices(chosen), f"{entry.reason}; this model's memory cannot be forecast"
-        if tried[number].unforeseen:
-            what = f"hwopt cannot choose for {entry.author}: {tried[number].unforeseen}. Set its options yourself"
+        if tried[number].not_traceable:
+            what = f"hwopt cannot choose for {entry.author}: {tried[number].not_traceable}. Set its options yourself"
             raise NoForecastError(f"{entry.place}: {what}")
         number += -1 if tried[number].fits else 1
     number = chosen[entry.name] = min((number for number, each in tried.items() if each.fits), default=last)
     why = "the run fits without it" if entry.optional and number == 0 else entry.reason
-    before = f"; {tried[number - 1].rejected}" if number - 1 in tried else ""
     none = "" if tried[number].fits else "no option fits, the last one is used"
-    return tried[number].plan, f"{none or why}: {tried[number].used or tried[number].rejected}{before}"
+    said = [tried[number].used or tried[number].rejected, *(tried[each].rejected for each in {number - 1} & tried.keys())]
+    return tried[number].plan, f"{none or why}: {'; '.join(dict.fromkeys(said))}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Tried:
     """The memory that it needs, of the memory that there is."""
     rejected: str = ""
     """Why it is not taken, if it does not fit."""
-    unforeseen: str = ""
+    not_traceable: str = ""
     """Why its memory cannot be forecast."""
 
 
@@ -95,15 +95,15 @@ def tried_choice(plan: Plan, lengths: Lengths, cache: Path, is_last: bool) -> Tr
     limit = recorded_limit(plan, lengths, cache)
     if limit is not None and plan.batch.train > limit:
         return Tried(plan, False, rejected=f"an earlier run on this card ran out of memory with more than {limit} rows")
-    least = planner.closed_form(plan, lengths)
-    if least.margin_gib < 0 and not is_last and not plan.memory_spec.stand_ins:
-        return Tried(plan, False, rejected=f"the option before needs more than {least.highest_gib:.2f} GiB")
+    at_least = planner.closed_form(plan, lengths)
+    if at_least.margin_gib < 0 and not is_last and not plan.memory_spec.stand_ins:
+        return Tried(plan, False, rejected=f"the option before needs more than {at_least.highest_gib:.2f} GiB")
     memory = planner.plan_memory(plan, cache, lengths)
-    yields = memory.margin_gib < 0 and planner.pool_that_yields(plan)
-    needed = memory.highest_gib - (memory.pool_gib if yields else 0.0)
+    pool_can_go = memory.margin_gib < 0 and planner.pool_that_yields(plan)
+    needed = memory.highest_gib - (memory.pool_gib if pool_can_go else 0.0)
     return Tried(
         plan,
-        bool(memory.fits) or (yields and memory.fits_without_pool),
+        bool(memory.fits) or (pool_can_go and memory.fits_without_pool),
         f"{needed:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB",
         f"the option before needs {needed:.2f} GiB",
         memory.note if memory.lower_bound else "",

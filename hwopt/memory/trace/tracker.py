@@ -119,7 +119,8 @@ class MemoryTracker(FakeTensorMode):
         if tensors and "device" not in kwargs and all(map(is_plain, tensors)):
             if func in PLAIN:
                 return self.on_meta(func, tensors[0], args, kwargs)
-            if func in ELEMENTWISE and all(are_alike(tensors[0], tensor) for tensor in tensors):
+            real = not any(isinstance(value, complex) for value in args)
+            if func in ELEMENTWISE and real and all(are_alike(tensors[0], tensor) for tensor in tensors):
                 return self.on_meta(EMPTY_LIKE, tensors[0], tensors[:1], {})
         return self.dispatch(func, types, args, kwargs)
 

@@ -82,6 +82,11 @@ def test_builtin_profile_has_no_error_and_no_wrong_comment(name: str) -> None:
     view = view_of(read_source(INPUTS.files[name]), INPUTS)
     for rows, steps in re.findall(r"\b(\d+) ?[x×] ?(\d+)\b(?! ?(?:tokens|GB|GiB))", view.value("summary", "")):
         assert (int(rows), int(steps)) == (view.train_rows, view.number("gradient_accumulation_steps") or 1)
+    summary, dtype = view.value("summary", ""), view.value("mixed_precision")
+    for pattern, word in ((r"\bbatch (\d+)", "per_device_train_batch_size"), (r"\b(\d+) workers", "dataloader_num_workers")):
+        assert all(int(number) == view.number(word) for number in re.findall(pattern, summary))
+    said = re.findall(r"\b(?:fp16|bf16|fp32)\b", summary)
+    assert not said or dtype not in ("fp16", "bf16", "fp32") or dtype in said
 
 
 def test_card_rules_say_that_they_need_a_card(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_answer_that_begins_a_conversation_is_trained_without_its_header(templat
 
 def test_answer_that_begins_a_conversation_needs_a_generation_prompt(tokenizer: Any) -> None:
     tokenizer.chat_template = without_markers(CHATML).replace("add_generation_prompt", "false")
-    with pytest.raises(BadConversation, match="begins with an answer without a generation prompt"):
+    with pytest.raises(BadConversation, match="the chat template has no generation prompt"):
         trained_text(tokenizer, MESSAGES[1:])
 
 

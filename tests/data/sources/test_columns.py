@@ -78,8 +78,8 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     (
         "seq2seq-lm",
-        [{"id": f"a{n}", "translation": {"de": f"eins {n}", "en": f"one {n}"}} for n in range(20)],
-        {"prompt": "translation.de", "completion": "translation.en"},
+        [{"id": f"a{n}", "translation": {"en": f"one {n}", "fr": f"un {n}"}} for n in range(20)],
+        {"prompt": "translation.en", "completion": "translation.fr"},
     ),
     (
         "causal-lm",

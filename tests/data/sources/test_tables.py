@@ -294,3 +294,10 @@ def test_a_cell_with_nothing_to_see_has_no_text(tmp_path: Path, cell: str) -> No
     rows = read_rows(str(tmp_path / "a.jsonl"), options=ReadOptions(strict=False))
     text_columns(rows, ["text"])
     assert rows.bad_rows.reasons == {2: "has no text"}
+
+
+def test_texts_of_a_view_column_are_taken_in_any_order() -> None:
+    table = pa.table({"text": pa.array(["a", "b", "c"], pa.string_view())})
+    rows = Rows(table, Places("a.parquet", "row", range(1, 4)), BadRows("a.parquet", "row", True))
+    (texts,) = text_columns(rows, ["text"])
+    assert list(texts.take([2, 0])) == ["c", "a"]

@@ -32,7 +32,18 @@ def results(mode):
             aten.slice.Tensor: [(x, 1, 2, 5), (turned, 0, 1, 3)],
             aten.fill_.Scalar: [(half, 2.0)],
         }
-        pairs = [(x, x), (x, 2.0), (half, 3), (x, half), (turned, turned), (x, turned), (x, column), (wide, wide), (wide, 2.0)]
+        pairs = [
+            (x, x),
+            (x, 2.0),
+            (half, 3),
+            (x, half),
+            (turned, turned),
+            (x, turned),
+            (x, column),
+            (wide, wide),
+            (wide, 2.0),
+            (x, 1j),
+        ]
         calls |= {operator: [*pairs, (x, torch.tensor(2.0)), (x, x.sum())] for operator in ELEMENTWISE}
         assert set(calls) == PLAIN | ELEMENTWISE
         found = []

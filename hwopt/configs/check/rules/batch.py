@@ -121,7 +121,7 @@ def counted(rows: int) -> str:
 def ranks_unknown(view: View) -> bool:
     """Whether the file trains on several ranks, as FSDP and DeepSpeed do, and does not say on how many."""
     keys = {part for entry in view.source.entries if entry.value for part in (entry.path[0], entry.path[-1])}
-    large = re.search(r"(?i)(?<![\d.])(\d{2,3})b", str(view.value("model_name_or_path")))
+    large = re.search(r"(?i)(?<![\d.])(\d{2,3})b(?![a-z])", str(view.value("model_name_or_path")))
     alone = not large or int(large[1]) < LARGE or view.adapter is not False
     several = view.tool == "deepspeed" or not alone or keys & {"fsdp", "fsdp_config", "deepspeed", "dist_config", "_component_"}
     return bool(several) and "num_processes" not in view and not view.is_hwopt

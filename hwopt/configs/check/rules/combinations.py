@@ -60,7 +60,7 @@ SAVED = "deepspeed_config.zero3_save_16bit_model"
 ON_CPU = "On a CPU accelerate trains in fp32, without a message. It can train in bf16."
 
 
-class Doubt(NamedTuple):
+class RuleRows(NamedTuple):
     """A rule with its rows: level, tools, settings, why, and what to write; "" as what to write: remove the first setting."""
 
     rule: str
@@ -69,13 +69,13 @@ class Doubt(NamedTuple):
     rows: tuple[tuple[Level, Tools, Mapping[str, Any], str, Any], ...]
 
 
-def single(name: str, about: str, source: str, *row: Any) -> Doubt:
-    return Doubt(name, about, source, (row,))
+def single(name: str, about: str, source: str, *row: Any) -> RuleRows:
+    return RuleRows(name, about, source, (row,))
 
 
 # fmt: off
-DOUBTS = (
-    Doubt("no-effect", "A setting that another one makes ineffective, such as warmup_ratio beside warmup_steps",
+RULE_ROWS = (
+    RuleRows("no-effect", "A setting that another one makes ineffective, such as warmup_ratio beside warmup_steps",
         "transformers, axolotl, LLaMA-Factory, DeepSpeed, accelerate", (
         ("warning", TRANSFORMERS, {"fp16_opt_level": bool}, "It belongs to Apex: torch's own AMP keeps weights in fp32 (O1).",
             'remove {fp16_opt_level}; a hwopt profile has level = "O2" for half-precision weights'),
@@ -108,7 +108,7 @@ DOUBTS = (
     single("fp16-weights", "Weights in half precision beside fp16", "torch, GradScaler: unscale FP16 gradients; trl#4901 (bf16)",
         "error", TRAINERS, {"torch_dtype": lambda kind: HALF_TYPE.search(str(kind)), "fp16": True, "use_peft": off},
         "The first update stops: GradScaler takes gradients in fp32 only.", {"torch_dtype": "float32"}),
-    Doubt("fp16-model", "fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5",
+    RuleRows("fp16-model", "fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5",
         "transformers#36822 (Gemma) and #9295 (T5)", tuple(
         ("warning", (), {word: value, "model_name_or_path": lambda name: EXCEEDS_FP16.search(str(name))}, BEYOND_FP16, fix)
         for word, value, fix in (("fp16", True, {"fp16": False, "bf16": True}), ("mixed_precision", "fp16", BF16)))),
@@ -138,9 +138,9 @@ DOUBTS = (
     single("nonfinite-filter", "A filter of losses that are not finite", "transformers, logging_nan_inf_filter",
         "information", (), {"logging_nan_inf_filter": True},
         "NaN losses are logged as the mean of the others: a broken run looks sound.", {"logging_nan_inf_filter": False}),
-    Doubt("split-weights", "ZeRO stage 3 without gathering the weights to save them", "transformers, deepspeed.md", tuple(
+    RuleRows("split-weights", "ZeRO stage 3 without gathering the weights to save them", "transformers, deepspeed.md", tuple(
         ("warning", (), {key: False, "zero_stage": 3}, SPLIT, {key: True}) for key in (GATHERED, SAVED))),
-    Doubt("tf32-beside-half", "TF32 beside fp16 or bf16, where few products are left in fp32", "TF32: fp32 tensors only", tuple(
+    RuleRows("tf32-beside-half", "TF32 beside fp16 or bf16, where few products are in fp32", "TF32: fp32 tensors only", tuple(
         ("information", (), {"tf32": True, half: True}, "TF32 is for products of fp32 tensors, of which few are left.", None)
         for half in ("bf16", "fp16"))),
 )
@@ -169,18 +169,18 @@ def instead(view: View, fix: Any, word: str) -> str:
     return keyed(text, view.spelled) if isinstance(text, str) else view.lines(text)
 
 
-def rule_of(doubt: Doubt) -> Rule:
+def rule_of(rule_rows: RuleRows) -> Rule:
     def function(view: View, facts: Facts) -> Iterator[Finding]:
-        for level, tools, settings, why, fix in doubt.rows:
+        for level, tools, settings, why, fix in rule_rows.rows:
             if meets_all(view, tools, settings):
                 word = next(iter(settings))
-                effect = f"{view.spelled(word)} has no effect. " if doubt.rule == "no-effect" else ""
+                effect = f"{view.spelled(word)} has no effect. " if rule_rows.rule == "no-effect" and level != "error" else ""
                 yield Finding(word, f"{written(view, settings)}.", (effect + why).strip(), instead(view, fix, word), level)
 
-    return Rule(doubt.rule, doubt.rows[0][0], doubt.about, doubt.source, function)
+    return Rule(rule_rows.rule, rule_rows.rows[0][0], rule_rows.about, rule_rows.source, function)
 
 
-RULES_OF_ROWS = tuple(map(rule_of, DOUBTS))
+RULES_OF_ROWS = tuple(map(rule_of, RULE_ROWS))
 
 
 class Range(NamedTuple):

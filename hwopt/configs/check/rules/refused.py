@@ -12,6 +12,7 @@ from hwopt.configs.view import TOOL_NAMES, View, is_number
 from hwopt.configs.words import ARGUMENTS
 
 FSDP = "fsdp_config.fsdp_"
+FSDP_RUNS = {"distributed_type": among(None, "FSDP")}  # else the launcher does not read the part
 FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
 
 
@@ -67,11 +68,13 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
     ),
     ("accelerate",): (
         *(({word: lambda value: value is not None, "deepspeed": given}, f"remove {{{word}}}") for word in IN_DEEPSPEED),
-        ({f"{FSDP}reshard_after_forward": lambda value: value not in (None, True, False), f"{FSDP}version": IS_TWO},
+        ({f"{FSDP}reshard_after_forward": lambda value: str(value).lower() not in ("none", "true", "false"),
+          f"{FSDP}version": IS_TWO, **FSDP_RUNS},
             {f"{FSDP}reshard_after_forward": True}),
-        ({f"{FSDP}state_dict_type": lambda kind: "LOCAL" in str(kind).upper(), f"{FSDP}version": IS_TWO},
+        ({f"{FSDP}state_dict_type": lambda kind: "LOCAL" in str(kind).upper(), f"{FSDP}version": IS_TWO, **FSDP_RUNS},
             {f"{FSDP}state_dict_type": "SHARDED_STATE_DICT"}),
-        ({f"{FSDP}sync_module_states": False, f"{FSDP}cpu_ram_efficient_loading": lambda value: value is not False},
+        ({f"{FSDP}sync_module_states": lambda value: str(value).lower() == "false",
+          f"{FSDP}cpu_ram_efficient_loading": lambda value: str(value).lower() != "false", **FSDP_RUNS},
             {f"{FSDP}sync_module_states": True}),
     ),
     ("deepspeed",): (
