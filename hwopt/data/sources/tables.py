@@ -90,7 +90,8 @@ class Texts(Sequence[str]):
             found = self.column.slice(start, stop - start)
         else:  # take() copies the whole of a column in parts
             rows = self.rows[start:stop]
-            found = self.column.slice(rows[0], rows[-1] + 1 - rows[0]).take(rows - rows[0])
+            first = rows.min()
+            found = self.column.slice(first, rows.max() + 1 - first).take(rows - first)
         return [text or "" for text in found.to_pylist()]
 
     def __iter__(self) -> Iterator[str]:
