@@ -36,7 +36,7 @@ class Spill:
         """`array` if it is small, else where it is in the file. Raises StorageError for a full disk."""
         import pyarrow as pa
 
-        if array.nbytes < LEAST_BYTES or self.file is None:
+        if array.get_total_buffer_size() < LEAST_BYTES or self.file is None:
             return array
         with writing_cache(cache_folder()):
             start = self.file.tell()
