@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -28,20 +28,6 @@ from hwopt.model.forward_cost import flops_of
 ADD = torch.ops.aten.add.Tensor
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
-
-PLAIN = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for overload, names in {
-        "default": ("detach", "view", "_unsafe_view", "t", "permute", "expand", "unsqueeze", "mm", "_to_copy", "zero_"),
-        "int": ("transpose",),
-        "Tensor": ("slice",),
-        "Scalar": ("fill_",),
-    }.items()
-    for name in names
-)
-"""Frequent operators whose result depends on the shapes, strides and dtypes of their arguments alone."""
-ELEMENTWISE = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
-EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 Workspace = Callable[..., "ColumnSum | int | list[int]"]
 """Takes the arguments of an operator and returns what its kernel allocates and frees (`MemoryTracker.add_workspaces`)."""
@@ -95,11 +81,11 @@ class MemoryTracker(FakeTensorMode):
         if func is LOCAL_SCALAR and isinstance(args[0], FakeTensor):
             return self.read_value(args[0])
         if self._inside:  # operations inside a fake implementation are not counted
-            return self.result(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         in_place = func is ADD and isinstance(args[0], FakeTensor) and reference_counts(args[0]) == self.counts_of_sum
         self._inside = True
         try:
-            out = self.result(func, types, args, kwargs)
+            out = self.dispatch(func, types, args, kwargs)
         finally:
             self._inside = False
         before = len(self.sizes)
@@ -112,23 +98,6 @@ class MemoryTracker(FakeTensorMode):
         if len(self.sizes) > before or in_place or func._schema.is_mutable:  # not a view
             self._record(func, args, kwargs, out, found)
         return out
-
-    def result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `func` returns for fake tensors. The general way takes three times as long as the two here."""
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        if tensors and "device" not in kwargs and all(map(is_plain, tensors)):
-            if func in PLAIN:
-                return self.on_meta(func, tensors[0], args, kwargs)
-            real = not any(isinstance(value, complex) for value in args)
-            if func in ELEMENTWISE and real and all(are_alike(tensors[0], tensor) for tensor in tensors):
-                return self.on_meta(EMPTY_LIKE, tensors[0], tensors[:1], {})
-        return self.dispatch(func, types, args, kwargs)
-
-    def on_meta(self, func: Any, first: Any, args: Any, kwargs: Any) -> FakeTensor:
-        """Return what `func` returns on the meta device, as a fake tensor on the device of `first`."""
-        with in_kernel_invocation_manager(self):
-            out = func(*args, **kwargs)
-        return out if isinstance(out, FakeTensor) else FakeTensor(self, out, first.fake_device)
 
     def read_value(self, tensor: Tensor) -> float | bool:
         """Return the value of a fake tensor that the code reads: 1 for a float, False otherwise, and 0 for those in `zeros`."""
@@ -271,17 +240,6 @@ class MemoryTracker(FakeTensorMode):
             raise TooManyOperations
         self.flops.append(float(flops_of(func._overloadpacket, args, kwargs, out)))
         self.dtypes.append(str(read[0].dtype).removeprefix("torch.") if read else "float32")
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is fake, on the device, and of unknown value."""
-    return isinstance(tensor, FakeTensor) and tensor.constant is None and tensor.fake_device.type == "cpu"
-
-
-def are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether an operator that computes each element of contiguous tensors returns one more of this shape and dtype."""
-    contiguous = one.is_contiguous() and other.is_contiguous()
-    return contiguous and one.shape == other.shape and one.dtype == other.dtype and one.dtype.is_floating_point
 
 
 def reference_counts(tensor: Tensor) -> tuple[int, ...]:
