@@ -17,6 +17,7 @@ from cli.test_cli import write_job
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from pinned_torch import IS_PINNED
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
@@ -206,8 +207,8 @@ def test_plan_compares_the_ways_to_shard(tmp_path: Path) -> None:
     assert [plain[key] for key in ("peak_gib", "eval_peak_gib", "fits")] == pytest.approx(
         [memory[key] for key in ("peak_gib", "eval_peak_gib", "fits")]
     )
-    segment = 2 / 1024  # GiB: the schemes play the largest step alone, the plan also those of other widths
-    assert plain["margin_gib"] == pytest.approx(memory["margin_gib"], abs=segment)
+    segment = 0.0 if IS_PINNED else 2 / 1024  # GiB: with older torch the steps of other widths, which a plan plays too, add one
+    assert plain["margin_gib"] == pytest.approx(memory["margin_gib"], abs=segment + 1e-6)
     assert plain["peak_gib"] > found["ZeRO-1"]["peak_gib"] >= found["ZeRO-2"]["peak_gib"]
     assert found["FSDP"] == found["ZeRO-3"]
     assert found["FSDP hybrid"]["spread_over"] == 4
