@@ -18,7 +18,7 @@ from hwopt.data.sources.conll_reader import looks_like_conll
 from hwopt.errors import DataError
 from hwopt.tasks.recognition import reading_notes, recognise
 
-OTHER = "de" if IS_PINNED else "gsw"  # the order of the file; Arrow 21 sorts the fields of an object
+OTHER = "de" if IS_PINNED else "fr"  # the order of the file; Arrow 21 sorts the fields of an object
 TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
