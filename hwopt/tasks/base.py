@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -202,7 +202,7 @@ class Task(ModelBuilder):
         """Empty metrics for one evaluation."""
         raise NotImplementedError
 
-    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+    def read_inputs(self, rows: Rows, job: Job) -> Sequence[Any]:
         """What a prediction needs of each row of the table, for `Predictor.encode`. Rows that cannot be used are marked as bad.
 
         Raises DataError if a column is missing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -141,12 +141,12 @@ class CausalLM(Task):
         texts, tokenizer, limit, places = samples.columns, trained.tokenizer, trained.limit, samples.places
         blocks = trained.job.data.blocks
         settings: list[Any]
-        content: Sequence[Sequence[Any]] = texts
+        content: Iterable[Iterable[Any]] = texts
         encode: Callable[[Chunks], Encoding]
         if samples.is_chat:
             template = template_of(trained)
             settings = ["conversations", limit.max_length, template.turns, template.replaced, tokenizer.chat_template]
-            content = [[conversation.key for conversation in texts[0]]]
+            content = [(conversation.key for conversation in texts[0])]
             encode = partial(encode_chat, samples, template, limit)
         elif len(texts) == 2:
             settings = ["prompts", limit.max_length]
@@ -203,14 +203,14 @@ class CausalLM(Task):
             )
         return found
 
-    def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
+    def read_inputs(self, rows: Rows, job: Job) -> Sequence[Any]:
         """The prompt of each row, the text that is continued, or the conversation up to the answer."""
         layout = layout_of(rows.table, job.data, answers=False)
         if layout.chat:
             return read_conversations(rows, layout.columns[:1], answers=False)
         key = COLUMN_KEYS if layout.kind == "texts" else "data.prompt"
         (prompts,) = text_columns(rows, layout.columns[:1], key)
-        return list(prompts)
+        return prompts
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return TextGenerator(trained, model, generation)

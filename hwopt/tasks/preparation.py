@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,7 +49,7 @@ def token_store(
     trained: Trained,
     cache: Path,
     settings: list[Any],
-    content: Sequence[Sequence[Any]],
+    content: Iterable[Iterable[Any]],
     encode: Callable[[Chunks], Encoding],
 ) -> AnyStore:
     """The store of `samples`, from the cache or written now. `settings`, `content` and the tokenizer identify it.

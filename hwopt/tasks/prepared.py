@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hwopt.config.job import Job
 from hwopt.config.task_kinds import TaskFacts, task_facts
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.chat import Conversation
+from hwopt.data.sources.chat import Conversations
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import Texts
 from hwopt.data.stores.token_store import Store
@@ -44,7 +44,7 @@ class Samples:
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.columns[0][0], Conversation)
+        return isinstance(self.columns[0], Conversations)
 
     def take(self, samples: Sequence[int]) -> Samples:
         if samples == range(len(self)):
@@ -53,7 +53,7 @@ class Samples:
             self,
             places=self.places.take(samples),
             columns=[
-                column.take(samples) if isinstance(column, Texts) else [column[sample] for sample in samples]
+                column.take(samples) if isinstance(column, Texts | Conversations) else [column[sample] for sample in samples]
                 for column in self.columns
             ],
             labels=[self.labels[sample] for sample in samples] if self.labels else [],

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.sources.messages import BadConversation, Message, as_function, given, message_of, parsed
@@ -19,9 +20,15 @@ from hwopt.data.sources.rows import is_blank, without_nulls
 from hwopt.text import truncate
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     from hwopt.data.sources.rows import Rows
+
+Cells = Mapping[str, tuple["pa.ChunkedArray", Mapping[int, Any]]]
+"""Name of a column -> it, and `Rows.non_strings` of it."""
+CHUNK = 1_000  # rows whose cells are held as Python objects
 
 ALPACA = ("instruction", "output")
 MESSAGES_TEXT = r"""^\s*\[?\s*\{(?:\s*["'](?:role|from|content|value)["']|[^{}]*["'](?:role|from)["'])\s*:"""
@@ -61,26 +68,52 @@ class Conversation:
         return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
-def read_conversations(rows: Rows, columns: Sequence[str], answers: bool = True) -> list[Conversation | None]:
+class Conversations(Sequence[Any]):
+    """The conversation of each row, which is made when it is read: Python objects take ten times the memory of the texts."""
+
+    def __init__(self, cells: Cells, build: Callable[[Mapping[str, Any]], Conversation], chosen: NDArray[np.int64]) -> None:
+        """`build`: from the cells of a row. `chosen`: those of the rows that are meant, in their order."""
+        self.cells, self.build, self.chosen = cells, build, chosen
+        self.start, self.chunk = -1, dict[str, list[Any]]()
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, at: Any) -> Any:
+        """A Conversation, or the list of those of a slice. Raises BadConversation."""
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        row = int(self.chosen[at])
+        if (start := row - row % CHUNK) != self.start:
+            self.start, self.chunk = start, {name: values_of(*each, start) for name, each in self.cells.items()}
+        return self.build({name: values[row - start] for name, values in self.chunk.items()})
+
+    def take(self, samples: Sequence[int] | NDArray[np.int64]) -> Conversations:
+        import numpy as np
+
+        return Conversations(self.cells, self.build, self.chosen[np.asarray(samples, np.int64)])
+
+
+def read_conversations(rows: Rows, columns: Sequence[str], answers: bool = True) -> Conversations:
     """The conversation of each row; without `answers`, that in the only column up to the answer to generate.
 
-    Rows that hold none are marked as bad, with None here.
+    Rows that hold none are marked as bad.
     """
+    import numpy as np
+
     from hwopt.data.sources.tables import find_column
 
-    values = {name: values_of(find_column(rows.table, name, rows.source, "data.messages"), name, rows) for name in columns}
-    extras = [name for name in (*EXTRAS, *ALPACA_EXTRAS) if name in rows.table.column_names]
-    values |= {name: values_of(rows.table[name], name, rows) for name in extras}
-    found: list[Conversation | None] = []
-    for row in range(rows.table.num_rows):
-        found.append(None)
-        if rows.places.numbers[row] in rows.bad_rows.reasons:
-            continue
-        try:
-            cells = {name: column[row] for name, column in values.items()}
-            found[row] = conversation_of(cells, columns) if answers else prompt_of(cells, columns[0])
-        except BadConversation as error:
-            rows.mark_bad(row, str(error))
+    read = {name: find_column(rows.table, name, rows.source, "data.messages") for name in columns}
+    read |= {name: rows.table[name] for name in (*EXTRAS, *ALPACA_EXTRAS) if name in rows.table.column_names}
+    cells = {name: (column, rows.non_strings.get(name, {})) for name, column in read.items()}
+    build = partial(conversation_of, columns=columns) if answers else partial(prompt_of, column=columns[0])
+    found = Conversations(cells, build, np.arange(rows.table.num_rows))
+    for row in range(len(found)):
+        if rows.places.numbers[row] not in rows.bad_rows.reasons:
+            try:
+                found[row]
+            except BadConversation as error:
+                rows.mark_bad(row, str(error))
     return found
 
 
@@ -96,10 +129,10 @@ def prompt_of(cells: Mapping[str, Any], column: str) -> Conversation:
     return Conversation(messages, found.tools, switches=found.switches)
 
 
-def values_of(column: pa.ChunkedArray, name: str, rows: Rows) -> list[Any]:
-    """The values of a column: those in the file, or those of the table without the nulls that Arrow adds to objects."""
-    originals = rows.non_strings.get(name, {})
-    return [originals[row] if row in originals else without_nulls(value) for row, value in enumerate(column.to_pylist())]
+def values_of(column: pa.ChunkedArray, originals: Mapping[int, Any], start: int) -> list[Any]:
+    """CHUNK values of a column: those in the file, or those of the table without the nulls that Arrow adds to objects."""
+    found = enumerate(column.slice(start, CHUNK).to_pylist(), start)
+    return [without_nulls(value) if (original := originals.get(row)) is None else original for row, value in found]
 
 
 def conversation_of(cells: Mapping[str, Any], columns: Sequence[str]) -> Conversation:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwopt.data.bad_rows import BadRows, Places
-from hwopt.data.sources.rows import PACK, Rows, holds_objects
+from hwopt.data.sources.rows import PACK, JsonValues, Rows, holds_objects, parsed_json
 from hwopt.data.sources.spill import Spill
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
@@ -51,7 +51,7 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> Iterator[tuple[int, 
         line = text.count("\n", 0, invalid.start()) + 1
         raise DataError(f"{path}:{line}: {undecodable(invalid)}. {encoding_hint(path)}")
     try:
-        rows = json.loads(text)
+        rows = parsed_json(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {not_json(error)}") from error
     for number, row in enumerate(rows, 1):
@@ -94,7 +94,7 @@ def is_table(row: Mapping[str, Any]) -> bool:
 def json_object(text: str) -> dict[str, Any] | str:
     """The JSON object in `text`, or why there is none."""
     try:
-        row = json.loads(text)
+        row = parsed_json(text)
     except (ValueError, RecursionError) as error:
         return not_json(error)
     return row if isinstance(row, dict) else not_an_object(row)
@@ -108,12 +108,12 @@ def not_an_object(row: Any) -> str:
     return f"is not an object with the columns as keys: {truncate(row)}"
 
 
-def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, Mapping[int, Any]]]:
     """(table, for columns with mixed types or objects: column -> row -> value that is not a string)."""
     import pyarrow as pa
 
     columns: dict[str, list[Any]] = {}
-    packs: dict[str, list[Any]] = {}
+    packs: dict[str, list[Pack]] = {}
     spill, number = Spill(), 0
     for number, row in enumerate(rows):
         if number % PACK == 0:
@@ -122,50 +122,77 @@ def to_table(rows: Iterable[dict[str, Any]]) -> tuple[pa.Table, dict[str, dict[i
                 columns[name] = []
         for name in row:
             if name not in columns:
-                columns[name], packs[name] = [None] * (number % PACK), [pa.nulls(number - number % PACK)]
+                columns[name], packs[name] = [None] * (number % PACK), [(pa.nulls(number - number % PACK), None)]
         for name, values in columns.items():
             values.append(row.get(name))
     arrays, non_strings = [], {}
     for name, put in packs.items():
-        own = [*map(spill.get, put), packed(columns[name])]
-        if (whole := same_type(own)) is not None:
-            arrays.append(whole)
-            continue
-        values = [value for pack in own for value in (pack if isinstance(pack, list) else pack.to_pylist())]
-        try:
-            array = pa.array(values)
-            if pa.types.is_floating(array.type) and bool in map(type, values):
-                raise pa.ArrowInvalid("pyarrow reads true beside 0.5 as 1.0")
-            arrays.append(array)
-            exact = not holds_objects(array.type)
-        except (pa.ArrowException, OverflowError, UnicodeError):
-            # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
-            arrays.append(pa.array([v if v is None else json_text(v) for v in values], pa.string()))
-            exact = False
-        if not exact:
-            non_strings[name] = {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
+        own = [(spill.get(values), spill.get(texts)) for values, texts in (*put, packed(columns[name]))]
+        column, originals = joined_packs(own)
+        arrays.append(column)
+        if originals is not None:
+            non_strings[name] = originals
     return pa.table(dict(zip(packs, arrays, strict=True))), non_strings
 
 
-def packed(values: list[Any], spill: Spill | None = None) -> pa.Array | range | list[Any]:
-    """`values` as an Arrow array, if that gives back the same values, on disk or in a third of the memory."""
+Pack = tuple[Any, Any]
+"""Some values of a column: an Arrow array, its place on disk or a list, and beside objects their JSON texts; else None."""
+
+
+def packed(values: list[Any], spill: Spill | None = None) -> Pack:
+    """`values` as an Arrow array, if that or the JSON texts give back the same values, on disk or in a third of the memory."""
     import pyarrow as pa
 
+    put = (lambda array: array) if spill is None else spill.put
     with suppress(pa.ArrowException, OverflowError, UnicodeError):
         array = pa.array(values)
         if pa.types.is_string(array.type) or (pa.types.is_int64(array.type) and bool not in map(type, values)):
-            return array if spill is None else spill.put(array)
-    return values
+            return put(array), None
+        if holds_objects(array.type):
+            return put(array), put(pa.array([None if value is None else json.dumps(value) for value in values], pa.string()))
+    return values, None
+
+
+def joined_packs(packs: list[Pack]) -> tuple[Any, Mapping[int, Any] | None]:
+    """(column of all `packs`, row -> value that is not a string where the column cannot hold it)."""
+    import pyarrow as pa
+
+    if (whole := same_type([values for values, _ in packs])) is not None:
+        if all(texts is None for _, texts in packs):
+            return whole, None
+        texts = [pa.nulls(len(values), pa.string()) if texts is None else texts for values, texts in packs]
+        return whole, JsonValues(pa.chunked_array(texts))
+    values = [value for pack in packs for value in pack_values(*pack)]
+    try:
+        array = pa.array(values)
+        if pa.types.is_floating(array.type) and bool in map(type, values):
+            raise pa.ArrowInvalid("pyarrow reads true beside 0.5 as 1.0")
+        if not holds_objects(array.type):
+            return array, None
+    except (pa.ArrowException, OverflowError, UnicodeError):
+        # mixed types, huge numbers or lone surrogates: stored as JSON text, since the job may not need the column
+        array = pa.array([v if v is None else json_text(v) for v in values], pa.string())
+    return array, {row: v for row, v in enumerate(values) if not isinstance(v, str | None)}
+
+
+def pack_values(values: Any, texts: Any) -> list[Any]:
+    if texts is not None:
+        return [None if text is None else json.loads(text) for text in texts.to_pylist()]
+    return list(values) if isinstance(values, list) else list(values.to_pylist())
 
 
 def same_type(packs: list[Any]) -> pa.ChunkedArray | None:
-    """All `packs` as one column, if they are arrays of one type or of nulls only."""
+    """All `packs` as one column, if they are arrays of one type, of objects with other keys, or of nulls."""
     import pyarrow as pa
 
     if any(isinstance(pack, list) for pack in packs):
         return None
     kinds = {pack.type for pack in packs} - {pa.null()}
-    return pa.chunked_array([pack.cast(next(iter(kinds))) for pack in packs]) if len(kinds) == 1 else None
+    if len(kinds) == 1 or all(map(holds_objects, kinds)):
+        with suppress(pa.ArrowException):
+            tables = [pa.table([pack], [""]) for pack in packs]
+            return pa.concat_tables(tables, promote_options="permissive").column(0)
+    return None
 
 
 def json_text(value: Any) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hwopt.data.sources.rows import is_blank
+from hwopt.data.sources.rows import is_blank, parsed_json
 from hwopt.text import first_line, listing, truncate
 
 Message = dict[str, Any]
@@ -45,7 +45,7 @@ class Arguments(dict[str, Any]):
 def parsed(text: str, what: str) -> Any:
     """The JSON value in `text`. Raises BadConversation."""
     try:
-        return json.loads(text)
+        return parsed_json(text)
     except (ValueError, RecursionError) as error:
         if re.match(r"\s*\[?\s*\{\s*'", text):
             why = "is a list or an object as Python prints it, not JSON. Save the rows as jsonl, or the column with json.dumps"

@@ -6,7 +6,7 @@ The rows of several sources become one table. Each row keeps its place in its ow
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from hwopt.data.bad_rows import BadRows, Origins, Places
 from hwopt.data.mixture import Mixture
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.location import expand, extension, locate, path_of
-from hwopt.data.sources.rows import ReadOptions, Rows, class_names, holds_objects, values_type, without_nulls
+from hwopt.data.sources.rows import JsonValues, ReadOptions, Rows, class_names, holds_objects, values_type, without_nulls
 from hwopt.data.sources.tables import find_column, read_document, read_rows
 from hwopt.errors import DataError
 from hwopt.text import listing, nearest, truncate
@@ -132,7 +132,7 @@ def joined(parts: Sequence[Rows], source: str, mixed: Mixture | None) -> Rows:
     return Rows(table, places, bad_rows, non_strings, documents, notes, warnings)
 
 
-def joined_table(parts: Sequence[Rows]) -> tuple[pa.Table, dict[str, dict[int, Any]]]:
+def joined_table(parts: Sequence[Rows]) -> tuple[pa.Table, dict[str, Mapping[int, Any]]]:
     """(table, values that are not strings as in `Rows`) of all parts. Raises DataError if two differ in their columns."""
     import pyarrow as pa
 
@@ -171,24 +171,27 @@ def refuse_other_columns(first: Rows, other: Rows) -> None:
             )
 
 
-def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, dict[int, Any]]:
+def joined_column(parts: Sequence[Rows], name: str) -> tuple[pa.ChunkedArray, Mapping[int, Any]]:
     """(column of all parts, row -> value in the file, as in `Rows.non_strings`)."""
     import pyarrow as pa
 
     columns = [find_column(rows.table, name, rows.source) for rows in parts]
     columns = [column.cast(values_type(column.type)) for column in columns]
-    originals: dict[int, Any] = {}
-    start = 0
-    for rows, column in zip(parts, columns, strict=True):
-        values = rows.non_strings.get(name, {})
-        if not values and holds_objects(column.type) and any(column.type != other.type for other in columns):
-            # one type for all gives their objects more keys, and makes the integer 1 the float 1.0
-            values = {row: without_nulls(value) for row, value in enumerate(column.to_pylist()) if value is not None}
-        originals |= {start + row: value for row, value in values.items()}
-        start += rows.table.num_rows
+    given = [rows.non_strings.get(name, {}) for rows in parts]
+    originals: Mapping[int, Any] = {}
+    if texts := [values.texts for values in given if isinstance(values, JsonValues)]:
+        originals = JsonValues(pa.chunked_array([chunk for each in texts for chunk in each.chunks]))
+    if len(texts) < len(parts):
+        originals, start = {}, 0
+        for column, values in zip(columns, given, strict=True):
+            if not values and holds_objects(column.type) and any(column.type != other.type for other in columns):
+                # one type for all gives their objects more keys, and makes the integer 1 the float 1.0
+                values = {row: without_nulls(value) for row, value in enumerate(column.to_pylist()) if value is not None}
+            originals |= {start + row: value for row, value in values.items()}
+            start += len(column)
     try:
         tables = [pa.table({name: column}) for column in columns]
         return pa.concat_tables(tables, promote_options="permissive")[name], originals
     except pa.ArrowException:  # as within one JSON file, mixed types become JSON text, since the job may not need the column
         table, mixed = to_table([{name: value} for column in columns for value in column.to_pylist()])
-        return table[name], mixed.get(name, {}) | originals
+        return table[name], {**mixed.get(name, {}), **originals}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from hwopt.data.bad_rows import BadRows, Places
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PACK = 10_000  # rows whose values are held as Python objects
+PACK = 2_000  # rows whose values are held as Python objects
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,27 @@ class ReadOptions:
     max_rows: int | None = None  # read the first rows of each source only
     streaming: bool = False  # read hub data sets without downloading all of their files; goes with `max_rows`
     format: str | None = None  # of files, such as "conll"; None: by the extension
+
+
+class JsonValues(Mapping[int, Any]):
+    """Row -> its value, which is made when it is read: Python objects take many times the memory of their JSON text."""
+
+    def __init__(self, texts: pa.ChunkedArray) -> None:
+        """`texts`: the JSON of each row, null for one without a value."""
+        self.texts = texts
+
+    def __getitem__(self, row: int) -> Any:
+        if (text := self.texts[row].as_py()) is None:
+            raise KeyError(row)
+        return json.loads(text)
+
+    def __iter__(self) -> Iterator[int]:
+        import numpy as np
+
+        return iter(np.flatnonzero(self.texts.is_valid()).tolist())
+
+    def __len__(self) -> int:
+        return len(self.texts) - int(self.texts.null_count)
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,10 @@ class Rows:
             table=self.table.slice(0, number),
             places=replace(self.places, numbers=numbers),
             non_strings={
-                name: {row: value for row, value in values.items() if row < number} for name, values in self.non_strings.items()
+                name: JsonValues(values.texts.slice(0, number))
+                if isinstance(values, JsonValues)
+                else {row: value for row, value in values.items() if row < number}
+                for name, values in self.non_strings.items()
             },
             notes=(*self.notes, f"{self.source}: the first {number:,} of {total:,} rows are read (data.max_rows)"),
         )
@@ -109,6 +133,14 @@ def holds_text(kind: Any) -> bool:
 
     kind = values_type(kind)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def parsed_json(text: str) -> Any:
+    """The JSON value in `text`. Lone surrogates, which no tokenizer takes, become "?". Raises ValueError and RecursionError."""
+    value = json.loads(text)
+    if "\\ud" not in text and "\\uD" not in text:
+        return value
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def is_blank(text: str) -> bool:

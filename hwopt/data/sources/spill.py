@@ -16,7 +16,7 @@ from hwopt.system.cache import cache_folder
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LEAST_BYTES = 1 << 16  # of an array that goes to disk; smaller ones have more pages than bytes
+LEAST_BYTES = 1 << 14  # of an array that goes to disk; smaller ones have more pages than bytes
 
 
 class Spill:

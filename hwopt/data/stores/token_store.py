@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -185,11 +185,14 @@ def held_out_count(samples: int, fraction: float, source: str) -> int:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of nested lists, dicts, strings and numbers, equal in all processes; fast for long lists of strings."""
+    """A hash of nested lists, dicts, strings and numbers, equal in all processes; fast for long lists of strings.
+
+    A generator gives strings, and counts as the list of these.
+    """
     digest = hashlib.sha256()
     for part in parts:
         many = isinstance(part, Sequence) and not isinstance(part, str) and part
-        texts = part if many and all(isinstance(item, str) for item in part) else None
+        texts = part if isinstance(part, Iterator) or (many and all(isinstance(item, str) for item in part)) else None
         for item in texts if texts is not None else [json.dumps(part, sort_keys=True)]:
             raw = item.encode("utf-8", "surrogatepass")
             digest.update(len(raw).to_bytes(8, "little") + raw)

@@ -269,6 +269,27 @@ def test_parquet_beside_another_file_keeps_the_arguments_of_each_row(other: str,
     assert json.dumps(found) == json.dumps(arguments)
 
 
+def test_conversations_are_those_of_the_rows_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made when they are read, some rows at once."""
+    monkeypatch.setattr("hwopt.data.sources.chat.CHUNK", 2)
+    chats: list[Any] = [[{"role": "user", "content": f"{row}?"}, {"role": "assistant", "content": f"{row}"}] for row in range(7)]
+    chats[3] = [{"role": "user", "content": "alone"}]
+    rows = read_all(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats]), None, ReadOptions(strict=False))
+    found = read_conversations(rows, ["messages"])
+    assert [*rows.bad_rows.reasons] == [4]
+    assert [found[row].messages for row in (6, 0, 5, 1)] == [chats[row] for row in (6, 0, 5, 1)]
+    assert [chat.messages for chat in found.take([0, 1, 4, 5, 6])[1:4]] == [chats[row] for row in (1, 4, 5)]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_half_of_a_character_in_json_becomes_a_question_mark(as_text: bool, tmp_path: Path) -> None:
+    """Exports that cut texts leave them; tokenizers refuse them."""
+    messages: Any = [{"role": "user", "content": "cut \ud83d"}, {"role": "assistant", "content": "\U0001f600"}]
+    row = {"messages": json.dumps(messages) if as_text else messages}
+    rows = read_all(write_jsonl(tmp_path / "a.jsonl", [row]), None, ReadOptions())
+    assert [each["content"] for each in read_conversations(rows, ["messages"])[0].messages] == ["cut ?", "\U0001f600"]
+
+
 def test_former_role_of_tool_results_is_read() -> None:
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     messages = [MESSAGES[0], call, {"role": "function", "name": "f", "content": "3"}]
