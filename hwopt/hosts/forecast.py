@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -60,6 +61,8 @@ class Fit:
     plan: Plan | None = None
     needs: tuple[str, ...] = ()
     """Plugins that are on because it does not fit without them, and the script left them to the forecast."""
+    rows: int | None = None
+    """The `mini_batch_size` that a loss of sentence-transformers gets (hwopt.hosts.cached_loss); None: it stays."""
 
     def __bool__(self) -> bool:
         return self.fits is True
@@ -116,7 +119,7 @@ def forecast(
 
     def answer(plugins: Mapping[str, Any]) -> Fit:
         found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
-        return fit_of(found.plan, described, args, dataset)
+        return fit_of(found.plan, described, args, lengths_in(dataset, args, found.plan, config))
 
     found = answer(plugins)
     left = [entry.name for entry in found.plan.entries if entry.choices > 1 and entry.decision == "skip"] if found.plan else []
@@ -127,7 +130,7 @@ def forecast(
     return found
 
 
-def fit_of(plan: Plan, described: Any, args: Any, dataset: Any) -> Fit:
+def fit_of(plan: Plan, described: Any, args: Any, lengths: Lengths) -> Fit:
     """Whether the script with this `plan` fits. `described`: its model or config."""
     config = getattr(described, "config", described)
     applied = {entry.name for entry in plan.applied()}
@@ -137,7 +140,7 @@ def fit_of(plan: Plan, described: Any, args: Any, dataset: Any) -> Fit:
     if plan.recipe.optimizer is None and (optim := str(getattr(args.optim, "value", args.optim))) not in SAME_STATES:
         return Fit(None, f"optim = {optim!r} of your arguments has other states than AdamW")
     plan = replace(plan, job=job_with(config, task_of(described)).job)
-    memory = plan_memory(plan, cache_folder(), lengths_in(dataset, args, plan, config))
+    memory = plan_memory(plan, cache_folder(), lengths)
     why = f"{memory.highest_gib:.2f} of {memory.free_gib - memory.reserve_gib:.2f} GiB on {plan.hardware.name}, "
     why += f"{memory.rows} x {memory.width} tokens, {memory.tier}"
     if memory.lower_bound:
@@ -145,6 +148,23 @@ def fit_of(plan: Plan, described: Any, args: Any, dataset: Any) -> Fit:
     return Fit(None if memory.lower_bound and memory.fits else memory.fits, why, memory, plan)
 
 
+def within_seconds(forecast: Callable[..., Any]) -> Callable[..., Any]:
+    """`forecast`, with at most TRACE_SECONDS of CPU time for its traces; a Fit with the reason if it cannot answer."""
+
+    @functools.wraps(forecast)
+    def limited(*given: Any) -> Any:
+        before, spent.most = spent.most, TRACE_SECONDS
+        try:
+            return forecast(*given)
+        except HwoptError as error:
+            return Fit(None, first_line(error))
+        finally:
+            spent.most = before
+
+    return limited
+
+
+@within_seconds
 def forecast_of_trainer(
     trainer: type, args: Any, given: Mapping[str, Any], profile: str, plugins: Mapping[str, Any], hardware: Hardware
 ) -> Fit:
@@ -159,16 +179,10 @@ def forecast_of_trainer(
     known = bool(rows_lengths(data, args))
     if not known and getattr(args, "max_length", None) is None:
         return Fit(None, "how many tokens a row has is not known: it needs stored rows with input_ids")
-    before, spent.most = spent.most, TRACE_SECONDS
-    try:
-        found = forecast(model, args, data, given.get("peft_config"), plugins, profile, with_own_memory(hardware, model))
-        if found.fits is False and not known:
-            return Fit(None, f"{found.why}, if a row has max_length tokens; how many it has is not known")
-        return found
-    except HwoptError as error:
-        return Fit(None, first_line(error))
-    finally:
-        spent.most = before
+    found = forecast(model, args, data, given.get("peft_config"), plugins, profile, with_own_memory(hardware, model))
+    if found.fits is False and not known:
+        return Fit(None, f"{found.why}, if a row has max_length tokens; how many it has is not known")
+    return found
 
 
 def with_own_memory(hardware: Hardware, model: Any) -> Hardware:

@@ -145,19 +145,6 @@ def own_passes(trainer: type, args: Any, given: Mapping[str, Any]) -> str:
     return own and f"{own} may read values on the host, for its log"
 
 
-def cached_rows(trainer: Any) -> str:
-    """The rows that a loss of sentence-transformers computes at once, which change memory and not the loss; "" for others."""
-    loss = getattr(trainer, "loss", None)
-    rows, name = getattr(loss, "mini_batch_size", None), type(loss).__name__
-    return f"mini_batch_size = {rows} of {name}" if rows and name.startswith("Cached") else ""
-
-
-def what_helps(trainer: Any) -> str:
-    """What to change if a batch that is not split does not fit."""
-    rows = cached_rows(trainer) or "per_device_train_batch_size and raise gradient_accumulation_steps"
-    return f"Lower {rows}, or set gradient_checkpointing = True"
-
-
 def unknown_part(model: Any) -> str:
     """What in `model` may do more than operators of the device: a module outside of MODULES, or a hook; "" for nothing."""
     for name, module in model.named_modules():

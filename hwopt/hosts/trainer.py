@@ -86,6 +86,7 @@ class OptimizedTrainer(Base):
     """In front of a Trainer class: overrides hooks that Trainer documents for subclasses, and calls each of them."""
 
     _settings: Any
+    _rows_at_once: int | None = None  # `mini_batch_size` of a loss of sentence-transformers, from the forecast
     args: Any
     model: Any
     optimizer: Any
@@ -130,9 +131,12 @@ class OptimizedTrainer(Base):
         found = planned(plugins)
         if found.plan.hardware.device_type != "cuda" or self._own_args.process_index:
             return found, found.plan, []
-        from hwopt.hosts.forecast import forecast_of_trainer  # imports the tracer
+        from hwopt.hosts.cached_loss import forecast_of_cached  # they import the tracer
+        from hwopt.hosts.forecast import forecast_of_trainer
 
-        fit = forecast_of_trainer(type(self), self._own_args, given, settings.profile, plugins, found.plan.hardware)
+        call = (type(self), self._own_args, given, settings.profile, plugins, found.plan.hardware)
+        fit = forecast_of_cached(given, self._own_args, found.plan) or forecast_of_trainer(*call)
+        self._rows_at_once = fit.rows
         line = f"memory: {fit}"
         if fit.needs and script.world_size == 1:
             found = planned({**plugins, **dict.fromkeys(fit.needs, True)})

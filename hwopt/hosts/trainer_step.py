@@ -10,14 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import TrainerCallback
 
 from hwopt.data.batches.collate import cut_in_order
 from hwopt.data.batches.step_batch import Widths
 from hwopt.distributed.forward_backward import ForwardBackward
-from hwopt.errors import DoesNotFitError
 from hwopt.hardware.cuda_memory import release_unused_memory
 from hwopt.hosts.additivity import Additivity, Law, additivity_of, inner, shifts_labels, without_dropout
 from hwopt.hosts.collated import (
@@ -32,9 +30,10 @@ from hwopt.hosts.collated import (
     unsliceable,
     why_not_padded,
 )
-from hwopt.hosts.limits import STEP_FIELDS, cached_rows, unknown_part, what_helps
+from hwopt.hosts.limits import STEP_FIELDS, unknown_part
 from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
+from hwopt.hosts.whole_batch import loss_of_whole, set_rows
 from hwopt.text import first_line, listing
 from hwopt.training.accumulation import not_timed, weights_cast_once
 
@@ -114,16 +113,8 @@ class TrainerStep:
         if not self.is_split:
             sizes = [(rows_of(each) or 1, 0) for each in ([inputs] if self._left else self.batches)]
             self.run.last_step_batch = ScriptStep(self.run.step, (), sizes, self._pinned)
-            args = self.trainer.args
-            try:
-                return compute(send_to_device(inputs, args.device, non_blocking=True), count)
-            except torch.OutOfMemoryError as error:
-                if args.auto_find_batch_size:  # Accelerate starts again with fewer rows
-                    raise
-                raise DoesNotFitError(
-                    f"a batch of {args.per_device_train_batch_size} rows does not fit, and it is not split: "
-                    f"{self.law.reason if self.law else ''}. {what_helps(self.trainer)} ({first_line(error)})"
-                ) from error
+            why = self.law.reason if self.law else ""
+            return loss_of_whole(self.trainer, compute, inputs, count, len(self.batches) == 1, why)
         if self._left:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
@@ -148,8 +139,7 @@ class TrainerStep:
                 self.run.say(f"on_substep_end of {listing(seeing)} sees no gradients: a step is computed in its last batch")
         else:
             self.run.leave_out(dict.fromkeys(STEP_FIELDS, f"a step is not split: {found.reason}"))
-            if rows_at_once := cached_rows(self.trainer):
-                self.run.say(f"{rows_at_once} stays: hwopt does not forecast the memory of such a loss")
+            set_rows(self.trainer, self.trainer._rows_at_once)
         self.run.take_prepared_steps()
         self.run.observe()  # with hooks in the model, which are not the user's
 

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
 from hosts.scripts import arguments, bert, padded, rows
-from transformers import Trainer
+from hosts.test_trl import tokenizer
+from transformers import BertConfig, BertModel, Trainer, TrainerCallback
 
 import hwopt
 from hwopt.errors import DoesNotFitError
+from hwopt.hardware.device import GIB
 from hwopt.hosts.forecast import Fit
 
 pytestmark = pytest.mark.device("any")
@@ -52,3 +56,31 @@ def test_plan_that_does_not_fit_is_refused_only_with_strict(
     off = {"adapter": False, "dataloader": {"num_workers": 0}}
     with pytest.raises(DoesNotFitError, match="strict: memory: does not fit"):
         trained(tmp_path, strict=True, **off)
+
+
+def test_cached_loss_computes_as_many_rows_at_once_as_are_forecast(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    config = BertConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024)
+    BertModel(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    parts = modules.Transformer(str(tmp_path / "model"), max_seq_length=128), modules.Pooling(256)
+    model = SentenceTransformer(modules=[*parts], device="cpu")
+    texts = Dataset.from_dict(dict.fromkeys(("anchor", "positive"), ["w1 w2 w3 w4 w5" * 40] * 512))
+    loss = losses.CachedMultipleNegativesRankingLoss(model)
+    own: dict[str, Any] = {"use_cpu": False, "max_steps": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 256}
+    args = arguments(tmp_path, SentenceTransformerTrainingArguments, **own)
+    seen: list[tuple[int, float]] = []
+
+    class Peaks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append((loss.mini_batch_size, torch.cuda.max_memory_allocated() / GIB))
+
+    cls = hwopt.optimized(SentenceTransformerTrainer, "rtx3090_24gb")
+    torch.cuda.reset_peak_memory_stats()
+    trainer = cls(model=model, args=args, train_dataset=texts, loss=loss, callbacks=[Peaks()])
+    trainer.train()
+    assert [rows_at_once for rows_at_once, _ in seen] == [256, 256], "the whole batch fits"
+    assert trainer._run.plan.memory.peak_gib == pytest.approx(seen[-1][1], rel=0.04)
+    assert loss.mini_batch_size == 32, "the user's object is as it was"

@@ -342,7 +342,7 @@ def test_losses_of_sentence_transformers_stay_whole(kind: str, tmp_path: Path, c
     data = Dataset.from_list([text | label for text, label in zip(texts, labels, strict=True)])
     name = "CrossEncoderTrainer" if pair else "SentenceTransformerTrainer"
 
-    def steps(make: Any, folder: Path, limit: int | None = None) -> Steps:
+    def steps(make: Any, folder: Path, limit: int | None = None, **changes: Any) -> Steps:
         reset()
         parts = sentence_transformer.modules
         if pair:
@@ -356,7 +356,7 @@ def test_losses_of_sentence_transformers_stay_whole(kind: str, tmp_path: Path, c
                 loss = sentence_transformer.losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
         if limit is not None:
             model.register_forward_pre_hook(lambda _, inputs: memory_of(limit)(None, None, inputs[0]))
-        args = arguments(folder, getattr(place, f"{name.removesuffix('Trainer')}TrainingArguments"))
+        args = arguments(folder, getattr(place, f"{name.removesuffix('Trainer')}TrainingArguments"), **changes)
         cls = make(getattr(place, name))
         cls(model=model, args=args, train_dataset=data, loss=loss, callbacks=[log := Log()]).train()
         return log.steps
@@ -369,10 +369,15 @@ def test_losses_of_sentence_transformers_stay_whole(kind: str, tmp_path: Path, c
     assert f"a step is not split: {name} computes a loss of its own" in output
     assert "active   sdpa" in output
     rows_at_once = "mini_batch_size = 4 of CachedMultipleNegativesRankingLoss"
-    assert (f"{rows_at_once} stays" in output) == (kind == "cached")
+    assert (f"{rows_at_once} stays: your script sets it" in output) == (kind == "cached")
     if kind == "cached":
         with pytest.raises(DoesNotFitError, match=f"Lower {rows_at_once}, or set gradient_checkpointing"):
-            steps(ours, tmp_path / "ours", limit=1)
+            steps(ours, tmp_path / "ours", limit=1)  # a step of two batches, whose first one is in the gradients already
+        one = partial(steps, gradient_accumulation_steps=1)
+        assert farthest(one(ours, tmp_path / "ours", limit=4), one(lambda cls: cls, tmp_path / "plain")) < CLOSE
+        assert f"{rows_at_once} ran out of memory. The step is repeated with 2" in capsys.readouterr().out
+        with pytest.raises(DoesNotFitError, match="Lower mini_batch_size = 1 of Cached"):
+            one(ours, tmp_path / "ours", limit=1)
 
 
 def test_batch_without_a_label_leaves_the_logged_loss(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from hosts.scripts import arguments, llama, padded, rows, train
+from hosts.scripts import arguments, bert, llama, padded, rows, train
+from hosts.test_trl import tokenizer
 from transformers import Trainer
 
 import hwopt
 from hwopt.hardware.device import GIB, Hardware, described
-from hwopt.hosts.arguments import mean_tokens
+from hwopt.hosts.arguments import mean_tokens, script_of
+from hwopt.hosts.cached_loss import forecast_of_cached
 from hwopt.hosts.forecast import Fit, forecast_of_trainer, rows_lengths, with_own_memory
+from hwopt.hosts.script_plan import plan_for
 
 CARD = described("Tesla T4", (7, 5), 15.0)
 FP32: dict[str, Any] = {"precision": {"dtype": "fp32"}}
@@ -107,3 +110,30 @@ def test_measured_memory_by_kind_stands_in_the_folder_for_the_report(tmp_path: P
     held = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))
     assert held["weights"] * GIB >= sum(p.nbytes for p in trainer.model.parameters())
     assert held["optimizer_state"] > 1.9 * held["weights"]
+
+
+def test_cached_loss_takes_its_mini_batches_from_the_forecast(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    bert().bert.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    model = SentenceTransformer(modules=[modules.Transformer(str(tmp_path / "model")), modules.Pooling(32)], device="cpu")
+    args: Any = arguments(tmp_path, SentenceTransformerTrainingArguments, per_device_train_batch_size=4096)
+    plan = plan_for(model, "t4_16gb", script_of(args, {}), FP32, hardware=CARD).plan
+
+    def rows_of(card: Hardware, **own: Any) -> tuple[bool | None, int | None]:
+        loss = losses.CachedMultipleNegativesRankingLoss(model, **own)
+        found = forecast_of_cached({"model": model, "loss": loss}, args, replace(plan, hardware=card))
+        assert found is not None
+        assert loss.mini_batch_size == own.get("mini_batch_size", 32)
+        return found.fits, found.rows
+
+    tight = replace(CARD, free_memory_gib=0.5, memory_limit_gib=0.5)
+    assert rows_of(CARD) == (True, 4096), "the whole batch"
+    fits, rows_at_once = rows_of(tight)
+    assert fits
+    assert rows_at_once in (128, 256, 512, 1024, 2048)
+    assert rows_of(tight, mini_batch_size=16) == (True, None), "the script's own"
+    assert rows_of(replace(tight, free_memory_gib=0.01)) == (None, None), "the texts may be shorter"
+    assert forecast_of_cached({"model": model, "loss": losses.MultipleNegativesRankingLoss(model)}, args, plan) is None
