@@ -178,8 +178,7 @@ class Hardware:
             case "flash_attention" | "fused_optimizer":
                 return Support(True, "torch has a CPU kernel")
             case "fp16":
-                why = "no CUDA device; fp16 on a CPU has no fast kernels, Accelerate would silently train in fp32"
-                return Support(False, why)
+                return Support(False, "CPUs have no fast fp16 kernels, Accelerate would silently train in fp32")
             case _:
                 needed = ".".join(map(str, NEEDED_CAPABILITY[feature][0]))
                 return Support(False, f"needs a CUDA device of compute capability {needed}, found a CPU")

@@ -104,10 +104,10 @@ def plan_for(
         hardware = detect_host() if script.on_cpu else detect(local_rank(os.environ), ranks)
     if hardware.problem and hardware.device_type == "cuda":
         raise InputError(hardware.problem)
-    why = ""
+    why, unused = "", "your script trains on the CPU" if script.on_cpu and torch.cuda.is_available() else ""
     if profile == "auto":
         found = auto_profile.choose(hardware, inputs)
-        profile, why = found.nearest.name, f"profile auto: {found.reason}"  # the script gives the rows
+        profile, why = found.nearest.name, f"profile auto: {unused or found.reason}"  # the script gives the rows
     for name in tables:
         inputs.registry.plugin(name)  # a misspelt one that is turned off would stay on
     asked = list(assignments_of(tables))
@@ -151,7 +151,8 @@ def plan_for(
     batch = plan.batch.evaluating(script.eval_rows)
     if tables.get(plugin_of("per_device_train_batch_size")) is False:  # a step is as the script makes it
         batch = replace(batch, train=script.micro_rows or script.rows, step=script.rows)
-    return ScriptPlan(replace(plan, batch=batch), tuple(filter(None, (hardware.different_cards_note, why, *wins.values(), more))))
+    plan = replace(plan, batch=batch, notes=() if unused else plan.notes)  # the note on a CPU is that no device was found
+    return ScriptPlan(plan, tuple(filter(None, (hardware.different_cards_note, why, *wins.values(), more))))
 
 
 def task_of(model: Any) -> str:

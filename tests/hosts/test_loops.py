@@ -21,6 +21,7 @@ from transformers import Trainer
 import hwopt
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.device import described
+from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun
 
 SPLIT: dict[str, Any] = {"precision": False, "batch": {"train": 4}}
@@ -374,6 +375,14 @@ def test_wrong_word_and_batches_of_a_kind_are_refused() -> None:
 
 def test_arguments_of_accelerate_may_be_positional() -> None:
     assert hwopt.Accelerator(True, False, "no", cpu=True, profile="cpu").mixed_precision == "no"
+
+
+@pytest.mark.parametrize("profile", ["auto", "rtx3090_24gb"])
+def test_plan_for_the_cpu_of_a_machine_with_a_card_says_why(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = list(plan_for(bert(), profile, Script(16, 16, {}, on_cpu=True), {}).lines())
+    assert not [line for line in lines if "no CUDA device" in line]
+    assert ("profile auto: your script trains on the CPU" in lines) == (profile == "auto")
 
 
 def test_training_on_the_cpu_of_a_machine_with_a_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def test_auto_chooses_the_dtype_of_the_hardware(hardware, dtype):
 @pytest.mark.parametrize(
     ("hardware", "dtype", "level", "takes", "why"),
     [
-        (CPU, "fp16", "O2", ("fp32", "O1"), "no CUDA device"),
-        (AMX, "fp16", "O2", ("bf16", "O2"), "no CUDA device"),
+        (CPU, "fp16", "O2", ("fp32", "O1"), "CPUs have no fast fp16"),
+        (AMX, "fp16", "O2", ("bf16", "O2"), "CPUs have no fast fp16"),
         (T4, "bf16", "O2", ("fp16", "O2"), "needs compute capability 8.0"),
         (P100, "fp16", "O1", ("fp32", "O1"), "needs compute capability 7.0"),
         (T4, "auto", "pure", ("fp16", "O2"), "pure needs bf16: needs compute capability 8.0"),
