@@ -42,7 +42,7 @@ def forecast_of_cached(given: Mapping[str, Any], args: Any, plan: Plan) -> Fit |
     found = at(min(loss.mini_batch_size, batch))
     if found.fits is False:
         return replace(found, fits=None, why=f"{found.why}, if a row has max_seq_length tokens; how many it has is not known")
-    if found.plan is None or found.memory is None or plan.world_size > 1 or not is_default(loss):
+    if found.plan is None or found.memory is None or not is_default(loss):
         return found
     most = with_largest_sizes(found.plan, found.memory, cache_folder(), lengths).largest_train or 0
     rows = batch if most >= batch else 1 << (most.bit_length() - 1)

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hwopt.errors import DoesNotFitError, InputError
@@ -122,26 +123,27 @@ class OptimizedTrainer(Base):
         self._bind(isinstance(model, str))
 
     def _planned(self, script: Script, described: Any, given: Mapping[str, Any]) -> tuple[ScriptPlan, Plan, list[str]]:
-        """The plan, the same with its memory, and a line about that: for a GPU and on the first rank, as in `hwopt run`.
+        """The plan, the same with its memory, and a line about that, for a GPU. The first rank makes the forecast for all.
 
-        Plugins that the script leaves to the forecast are on if it does not fit without them, on one rank.
+        Plugins that the script leaves to the forecast are on if it does not fit without them.
         """
-        settings, plugins = self._settings, self._settings.plugins
+        settings, plugins, args = self._settings, self._settings.plugins, self._own_args
         planned = partial(plan_for, described, settings.profile, script, strict=settings.strict)
         found = planned(plugins)
-        if found.plan.hardware.device_type != "cuda" or self._own_args.process_index:
+        if found.plan.hardware.device_type != "cuda":
             return found, found.plan, []
         from hwopt.hosts.cached_loss import forecast_of_cached  # they import the tracer
-        from hwopt.hosts.forecast import forecast_of_trainer
+        from hwopt.hosts.forecast import Fit, forecast_of_trainer
 
-        call = (type(self), self._own_args, given, settings.profile, plugins, found.plan.hardware)
-        fit = forecast_of_cached(given, self._own_args, found.plan) or forecast_of_trainer(*call)
-        self._rows_at_once = fit.rows
-        line = f"memory: {fit}"
-        if fit.needs and script.world_size == 1:
+        fit = Fit(None, "")
+        if args.process_index == 0:
+            call = (type(self), args, given, settings.profile, plugins, found.plan.hardware)
+            fit = forecast_of_cached(given, args, found.plan) or forecast_of_trainer(*call)
+        if script.world_size > 1:
+            fit = broadcast_object_list([replace(fit, plan=None)])[0]
+        self._rows_at_once, line = fit.rows, f"memory: {fit}"
+        if fit.needs:
             found = planned({**plugins, **dict.fromkeys(fit.needs, True)})
-        elif fit.needs:
-            line += f". Pass {fit.needs[0]}=True: several ranks do not choose it"
         if fit.fits is False:
             line += '. Start with fewer rows at once, batch={"train": 1}'
             line += "" if fit.needs else ', or with checkpointing={"layers": "all"}'

@@ -1,6 +1,9 @@
 """`hwopt.optimized` on a GPU predicts its memory before the first step: in the plan, plan.json and the report."""
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 from datasets import Dataset
 from hosts.scripts import arguments, bert, padded, rows
 from hosts.test_trl import tokenizer
-from transformers import BertConfig, BertModel, Trainer, TrainerCallback
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import hwopt
 from hwopt.errors import DoesNotFitError
@@ -84,3 +87,35 @@ def test_cached_loss_computes_as_many_rows_at_once_as_are_forecast(tmp_path: Pat
     assert [rows_at_once for rows_at_once, _ in seen] == [256, 256], "the whole batch fits"
     assert trainer._run.plan.memory.peak_gib == pytest.approx(seen[-1][1], rel=0.04)
     assert loss.mini_batch_size == 32, "the user's object is as it was"
+
+
+def rank_of_two(folder: Path) -> None:
+    """One of two ranks whose card has room for a step only if its layers are recomputed. Writes the plugins that were on."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 2, "vocab_size": 200}
+    model, data = LlamaForCausalLM(LlamaConfig(**sizes)), [{"input_ids": [5] * 480}] * 64
+    own: dict[str, Any] = {"use_cpu": False, "max_steps": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16}
+    args = arguments(folder, **own)
+    used = torch.empty(int(13.2 * GIB), dtype=torch.uint8, device=args.device)
+    whole: dict[str, Any] = {"precision": {"dtype": "fp32"}, "length_batching": False, "batch": {"train": 16}}
+    trainer = hwopt.optimized(Trainer, "t4_16gb", **whole)(model, args, partial(padded, classes=False), data)
+    trainer.train()
+    assert used.nbytes
+    (folder / f"{args.process_index}.json").write_text(json.dumps([entry.name for entry in trainer._run.plan.applied()]))
+
+
+@pytest.mark.device("pretend")
+def test_both_ranks_recompute_layers_where_a_step_does_not_fit_without(tmp_path: Path) -> None:
+    tests, card = Path(__file__).parents[1], "Tesla T4:7.5:15096"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(tmp_path)]
+    command = [sys.executable, str(tests / "pretend_cuda"), f"{card},{card}", *launch]
+    environment = os.environ | {"PYTHONPATH": str(tests)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "memory: fits" in ended.stdout
+    plugins = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert plugins[0] == plugins[1]
+    assert "checkpointing" in plugins[0]
+
+
+if __name__ == "__main__":
+    rank_of_two(Path(sys.argv[1]))
