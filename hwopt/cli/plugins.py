@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option, lister, say, say_json
+from hwopt.cli.options import format_option, lister, say, say_json, say_row
 from hwopt.plugin.registry import Registry
 
 
@@ -20,7 +20,8 @@ def list_plugins(format_: str) -> None:
         return say_json(rows)
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        say(f"{row['name']:<{width}}  {row['stage']:<12}  {row['effect']:<8}  {row['distribution']:<14}  {row['summary']}")
+        columns = f"{row['name']:<{width}}  {row['stage']:<12}  {row['effect']:<8}  {row['distribution']:<14}  {row['summary']}"
+        say_row(columns, " " * (width + 2))
 
 
 plugins = lister("List the plugins, or show one with its options.", list_plugins)
@@ -39,14 +40,15 @@ def show(name: str, format_: str) -> None:
     row["about"] = inspect.getdoc(inspect.getmodule(plugin)) or ""
     if format_ == "json":
         return say_json(row)
-    say(f"{row['name']}  ({row['distribution']}, {row['module']})\n\n{row['about']}\n")
+    for line in (f"{row['name']}  ({row['distribution']}, {row['module']})", "", *row["about"].splitlines(), ""):
+        say_row(line, "")
     say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
     say(f"effect     {row['effect']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")
     if row["replaces"]:
         say(f"replaces   {', '.join(row['replaces'])}")
     say(f"\n[plugins.{name}]")
     for item in row["options"] or ():
-        say(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""))
+        say_row(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""), "  # ")
     if not row["options"]:
         click.echo("# no options")
 

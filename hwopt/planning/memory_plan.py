@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+SEARCHED = 1 << 20
+"""The largest number of rows or tokens that the planner tries."""
 CLOSED_FORM = "closed form"
 """The tier that answers if a step cannot be traced."""
 

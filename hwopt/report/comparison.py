@@ -11,7 +11,7 @@ from rich.console import Console
 from hwopt.config.task_kinds import task_facts
 from hwopt.records.run_record import RunRecord
 from hwopt.records.throughput import RateRatio, rate, rate_ratio
-from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, margin_text, seconds_text, value_text
+from hwopt.report.sheet import ABSENT, YES_OR_NO, Sheet, gib, known, largest_text, margin_text, seconds_text, value_text
 from hwopt.report.terminal import say, show_sheet
 from hwopt.text import cut
 
@@ -111,7 +111,7 @@ def plan_sheet(plans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Shee
         "fits": fits,
         "peak memory": peak,
         "micro-batch": micro_batch,
-        "largest micro-batch": lambda plan: known(plan["memory"]["largest_train"], "{:,}".format),
+        "largest micro-batch": lambda plan: known(plan["memory"]["largest_train"], largest_text),
         "time per epoch": time("epoch"),
         "training time": time("total"),
         "time per step": time("step"),

@@ -10,7 +10,7 @@ from hwopt.memory.advice import PlanListener
 from hwopt.memory.forecast.sharding import Comparison
 from hwopt.planning.memory_plan import Change, Gain, MemoryPlan, Prediction
 from hwopt.planning.plan import Plan
-from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, margin_text, seconds_text
+from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, largest_text, margin_text, seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import VERDICTS, say, show_plan, show_sheet, table
 
@@ -104,9 +104,11 @@ def describe_largest(memory: MemoryPlan) -> str:
     """The largest micro-batch, evaluation batch and max_length that fit, each beside the others as planned."""
     train, evaluation, length = memory.largest_train, memory.largest_eval, memory.largest_max_length
     alone = "of this width" if evaluation is None else "beside the planned evaluation batch"
-    parts = [f"micro-batch {train:,}" if train else f"no micro-batch {alone}"]
+    parts = [f"micro-batch {largest_text(train)}" if train else f"no micro-batch {alone}"]
     if evaluation is not None:
-        parts.append(f"evaluation batch {evaluation:,}" if evaluation else "no evaluation batch beside the planned micro-batch")
+        parts.append(
+            f"evaluation batch {largest_text(evaluation)}" if evaluation else "no evaluation batch beside the planned micro-batch"
+        )
     if length:
         parts.append(f"max_length {length:,} with {memory.rows} rows")
     return ", ".join(parts)

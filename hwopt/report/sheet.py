@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hwopt.planning.memory_plan import SEARCHED
 from hwopt.text import cut, printable
 
 ABSENT = "-"  # the cell of a value that was not measured
@@ -69,6 +70,11 @@ def value_text(value: Any) -> str:
 def gib(size: float) -> str:
     """`size`, in GiB, with its unit."""
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
+
+
+def largest_text(size: int) -> str:
+    """The largest size that fits, which may be the largest one that the planner tries."""
+    return f"{'at least ' if size >= SEARCHED else ''}{size:,}"
 
 
 def margin_text(margin_gib: float) -> str:

@@ -55,7 +55,7 @@ def on_terminal() -> bool:
 
 def write_past_buffer(text: str) -> None:
     """Write to standard error. A closed pipe or a full disk does not end the command."""
-    own, current = sys.__stderr__, sys.stderr
+    own, current = sys.__stderr__, getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich's would spell the sequences out
     with suppress(OSError):
         if own is not None and current is own:  # past the buffer, in which text that cannot be written would stay and fail again
             own.flush()

@@ -12,6 +12,7 @@ import tomlkit
 from command_line import hwopt
 
 from hwopt.cli import FORMER
+from hwopt.cli.options import say_row
 from hwopt.testing import TINY_BERT, write_samples
 
 
@@ -162,3 +163,16 @@ def test_no_arguments_print_the_whole_help(tmp_path: Path) -> None:
     alone, asked = hwopt(cwd=tmp_path), hwopt("--help", cwd=tmp_path)
     assert alone.returncode == 2
     assert alone.stderr.strip() == asked.stdout.strip()
+
+
+def test_rows_break_between_words_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = "batch  rows of a micro-batch, of an evaluation batch and of an optimizer step"
+    say_row(row, " " * 7)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "62")
+    say_row(row, " " * 7)
+    first, *broken = capsys.readouterr().out.splitlines()
+    assert first == row
+    assert broken == [row[:60], " " * 7 + row[61:]]

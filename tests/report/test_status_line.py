@@ -1,9 +1,11 @@
 """StatusLine: on a terminal one line that is replaced and removed, elsewhere lines of `announce` only."""
 
 import io
+import re
 import sys
 
 import pytest
+from rich.progress import Progress
 
 from hwopt.report.status_line import CLEAR_LINE, StatusLine, status_line
 from hwopt.report.terminal import Terminal
@@ -38,6 +40,14 @@ def test_line_is_removed_before_other_output(monkeypatch: pytest.MonkeyPatch) ->
     Terminal(file=io.StringIO()).print("result")
     assert terminal.getvalue().endswith(CLEAR_LINE)
     assert not status_line.shown
+
+
+def test_line_is_removed_while_a_progress_bar_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = fake_terminal(monkeypatch)
+    status_line.show("loading")
+    with Progress(console=Terminal(file=terminal, color_system="standard"), transient=True) as bar:
+        bar.add_task("")
+    assert "2K" not in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", terminal.getvalue())
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])

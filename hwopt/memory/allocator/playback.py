@@ -16,7 +16,8 @@ import numpy as np
 
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.gradients import GRADIENTS, added_gradients, late_casts, summed_gradients
-from hwopt.memory.trace.timeline import KINDS, LIMIT, Peak, Timeline, largest
+from hwopt.memory.trace.timeline import KINDS, Peak, Timeline, largest
+from hwopt.planning.memory_plan import SEARCHED
 
 STEPS = 3
 """Most steps that are played. The second step reserves more than the first in few models, the third in none seen."""
@@ -246,7 +247,7 @@ def steady_step(player: Player, micro_batches: Sequence[Timeline]) -> tuple[Play
     return player, peak
 
 
-def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int = LIMIT) -> int:
+def largest_played(at: Callable[[int], PlayedSteps], budget: float, limit: int = SEARCHED) -> int:
     """Return the largest number from 0 to `limit` whose run fits into `budget` bytes, within 1 %.
 
     `at`: the arguments of `played_run` for a number.

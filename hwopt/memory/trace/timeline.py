@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hwopt.hardware.device import Hardware
+from hwopt.planning.memory_plan import SEARCHED
 
 KINDS = ("weights", "gradients", "optimizer_state", "masters", "activations", "temporary")
 """What a storage is for. Temporary: allocated in the backward pass or the optimizer's step, except gradients."""
-
-LIMIT = 1 << 20
-"""The largest number of rows or tokens that is searched."""
 
 Numbers = NDArray[np.float64]
 
@@ -158,7 +156,7 @@ class Scaled:
         return replace(self, base=self.base.with_fractions(fractions, update_fraction))
 
 
-def largest(fits: Callable[[int], bool], limit: int = LIMIT) -> int:
+def largest(fits: Callable[[int], bool], limit: int = SEARCHED) -> int:
     """Return the largest number from 0 to `limit` that fits, if every smaller one fits (bisection)."""
     low, high = 0, limit + 1
     while high - low > 1:
