@@ -44,7 +44,7 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
         delimiter, header = options.delimiter or named[1], "\n"  # an empty line keeps the numbers of the others
     lines = chain([header] if header else [], lines)
     separator = DELIMITERS.get(delimiter, repr(delimiter)) + (" (quote a cell that contains one)" if quoted else "")
-    records = csv_records(lines, delimiter) if quoted else tsv_records(lines)
+    records = csv_records(lines, delimiter, blank_follows(header, delimiter)) if quoted else tsv_records(lines)
     names: list[str] = []
     first = 0
     rows: list[list[str]] = []
@@ -116,8 +116,17 @@ def guess_delimiter(header: str) -> str:
     return max(cells, key=lambda mark: cells[mark])  # the first one of equals
 
 
-def csv_records(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
-    """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line."""
+def blank_follows(header: str, delimiter: str) -> bool:
+    """Whether a blank that is no part of the cell follows each delimiter, as in "text, label"."""
+    cells = next(csv.reader([header], delimiter=delimiter), [])[1:]
+    return bool(cells) and all(cell.startswith(" ") for cell in cells)
+
+
+def csv_records(lines: Iterator[str], delimiter: str = ",", skips_blanks: bool = False) -> Iterator[Record]:
+    """One record per csv row, which may span lines. After an unclosed quote, parsing resumes at the next line.
+
+    `skips_blanks`: those behind a delimiter are no part of the cell.
+    """
     csv.field_size_limit(sys.maxsize)
     number, remaining = 1, lines
     while (first := next(remaining, None)) is not None:
@@ -127,7 +136,7 @@ def csv_records(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
         consumed = [first]
         try:
             record = chain([first], recorded(remaining, consumed))
-            cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True))
+            cells: list[str] | None = next(csv.reader(record, delimiter=delimiter, strict=True, skipinitialspace=skips_blanks))
         except csv.Error:
             cells, remaining = None, chain(consumed[1:], remaining)
             consumed = consumed[:1]

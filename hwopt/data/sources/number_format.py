@@ -28,6 +28,8 @@ THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}([.,][0-9]{3})+")
 UNIT = "[%‰°€$£¥]|USD|EUR|GBP"
 WITH_UNIT = re.compile(rf"(?:-?(?:{UNIT}))?\s*[+{MINUS}-]?[0-9]+([.,'’\s][0-9]{{3}})*([.,][0-9]+)?\s*(?:{UNIT}|,-)?")
 """A number with a unit, with separators between thousands, or with a decimal point or comma; no date and no version."""
+MEASURE = re.compile(rf"[+{MINUS}-]?[0-9]+(?:[.,][0-9]+)?\s*([a-zA-Zµ°]{{1,4}}(?:/[a-z]{{1,3}})?[²³]?)")
+"""A number with any short unit, such as "8.4 kg". Only cells of one and the same unit are surely measurements."""
 
 
 def is_decimal(text: str, decimal: Decimal) -> bool:
@@ -75,7 +77,9 @@ def decimal_of(values: Iterable[Any]) -> Decimal | None:
 def unread_number(values: Iterable[Any]) -> str | None:
     """The first text that is not a number with a decimal point, if all texts are numbers as people write them: "12,5 %"."""
     texts = [value for value in values if isinstance(value, str) and not is_missing(value)]
-    if not texts or decimal_of(texts) or not all(WITH_UNIT.fullmatch(text.strip()) for text in texts):
+    units = {found and found[1] for found in (MEASURE.fullmatch(text.strip()) for text in texts)}
+    measured = (len(units) == 1 and all(units)) or all(WITH_UNIT.fullmatch(text.strip()) for text in texts)
+    if not texts or decimal_of(texts) or not measured:
         return None
     return next(text for text in texts if not is_decimal(text, "."))
 

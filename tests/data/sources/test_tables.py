@@ -38,6 +38,12 @@ def test_first_line_of_excel_names_the_delimiter(tmp_path: Path) -> None:
     assert rows.places.at(0) == f"{tmp_path / 'a.csv'}:3"
 
 
+def test_blanks_behind_separators_are_no_part_of_a_cell_if_the_header_has_them(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / "a.csv", 'text, label\na,  good\n"b, c", "bad, \nnot good"\n'))
+    assert table.to_pydict() == {"text": ["a", "b, c"], "label": ["good", "bad, \nnot good"]}
+    assert read_table(write(tmp_path / "b.csv", "text,label\na, good\n"))["label"].to_pylist() == [" good"]
+
+
 def test_tsv_keeps_quotes_as_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.tsv", "sentence\tlabel\n\"half a quote\t1\nit's, so\t0\n")
     assert read_table(source)["sentence"].to_pylist() == ['"half a quote', "it's, so"]
