@@ -1,6 +1,7 @@
 """How time, memory and disk grow with the data, with the length, rows and depth of a step, and with the steps of a run.
 
     python benchmarks/growth.py data [--rows 1000 10000 100000]      # reading and tokenising, beside `datasets`
+    python benchmarks/growth.py chats [--rows 1000 10000 100000]     # the same of conversations, hwopt alone
     python benchmarks/growth.py step                                 # time of a step
     python benchmarks/growth.py run [--steps 1000 10000]             # a long run: milliseconds, memory and files
 
@@ -109,12 +110,16 @@ def folder_mib(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
 
 
+def trained_tokenizer(folder: Path) -> Path:
+    """A WordPiece tokenizer of the words of all rows."""
+    small = write_rows(folder / "small.jsonl", 2_000)
+    run_prepare(job_toml(folder, small, MODEL), folder / "trained", "prepare")
+    return next((folder / "trained" / "tokenizers").iterdir())
+
+
 def data_table(sizes: list[int], folder: Path) -> None:
     """Reading and tokenising `sizes` rows: hwopt, again from its cache, and `datasets`; each less a process that only imports."""
-    small = write_rows(folder / "small.jsonl", 2_000)
-    trained = folder / "trained"
-    run_prepare(job_toml(folder, small, MODEL), trained, "prepare")
-    tokenizer = next((trained / "tokenizers").iterdir())
+    tokenizer = trained_tokenizer(folder)
     print("| rows | first time: s, CPU s, MiB | from the cache: s, MiB | disk MiB | `datasets`: s, CPU s, MiB | disk MiB |")
     print("|---|---|---|---|---|---|")
     for rows in sizes:
@@ -137,6 +142,29 @@ def data_table(sizes: list[int], folder: Path) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
         for each in (cache, theirs):
             subprocess.run(["rm", "-rf", str(each)], check=True)
+        train.unlink()
+
+
+def chat_table(sizes: list[int], folder: Path) -> None:
+    """Reading and tokenising `sizes` conversations of one to three turns, less a process that only imports."""
+    import tomlkit
+
+    draw, model = random.Random(0), {"config": MODEL | {"model_type": "llama"}, "tokenizer": str(trained_tokenizer(folder))}
+    print("| conversations | MiB of the file | s, CPU s, MiB |")
+    print("|---|---|---|")
+    for rows in sizes:
+        train, job = folder / f"chats-{rows}.jsonl", folder / "chats.toml"
+        with train.open("w", encoding="utf-8") as file:
+            for row in range(rows):
+                roles = ["user", "assistant"] * draw.randint(1, 3)
+                texts = [" ".join(draw.choices(WORDS, k=draw.randint(5, 50))) for _ in roles]
+                messages = [{"role": role, "content": f"{text} {row}"} for role, text in zip(roles, texts, strict=True)]
+                file.write(json.dumps({"messages": messages}) + "\n")
+        data = {"train": str(train), "max_length": 512, "chat_template": "chatml"}
+        job.write_text(tomlkit.dumps({"model": model, "data": data, "task": {"kind": "causal-lm"}}))
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
+            empty, first = (run_prepare(job, Path(cache), what) for what in ("nothing", "prepare"))
+        print(f"| {rows:,} | {train.stat().st_size / 2**20:.1f} | {less(first, empty, 'seconds', 'cpu', 'peak')} |", flush=True)
         train.unlink()
 
 
@@ -198,7 +226,7 @@ def run_table(steps: list[int], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=["data", "step", "run"])
+    parser.add_argument("which", choices=["data", "chats", "step", "run"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--steps", type=int, nargs="+", default=[1_000, 10_000])
     given = parser.parse_args()
@@ -206,6 +234,8 @@ def main() -> None:
         folder = Path(scratch)
         if given.which == "data":
             data_table(given.rows, folder)
+        elif given.which == "chats":
+            chat_table(given.rows, folder)
         elif given.which == "step":
             step_table(folder)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,10 @@ from hwopt.text import first_line
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """The length of the longest common start of two texts, or of two lists of tokens."""
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return bisect_left(range(least), True, key=lambda place: one[: place + 1] != other[: place + 1])
 
 
 def connected(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
