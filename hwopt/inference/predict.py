@@ -87,7 +87,7 @@ def write_predictions(
             results = predict_window(loaded, predictor, sizes, backoff, rows, inputs, range(start, stop))
             columns = zip(*results, strict=True)
             originals = {
-                name: {row - start: value for row, value in values.items() if start <= row < stop}
+                name: {row - start: value for row in range(start, stop) if (value := values.get(row)) is not None}
                 for name, values in rows.non_strings.items()
             }
             writer.write(rows.table.slice(start, stop - start), dict(zip(names.values(), columns, strict=True)), originals)
