@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
-from pretend_cuda.counters import on_pretend_card
+from pretend_cuda.counters import computing_all, on_pretend_card
 from pretend_cuda.zero_weights import large_weights_uninitialized
 
 from hwopt.hardware.device import GIB
@@ -41,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fast_weights() -> Iterator[None]:
     """On a pretend card, leave large weights uninitialized: no kernel reads them."""
     with large_weights_uninitialized() if on_pretend_card() else nullcontext():
+        yield
+
+
+@pytest.fixture
+def all_values() -> Iterator[None]:
+    """For a test that compares losses, as the check before a split step does: a pretend card computes large tensors too."""
+    with computing_all() if on_pretend_card() else nullcontext():
         yield
 
 

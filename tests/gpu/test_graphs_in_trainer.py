@@ -15,6 +15,7 @@ from hwopt_plugins.cuda_graphs.graphed import GraphedForwardBackward
 
 pytestmark = [
     pytest.mark.device("any"),
+    pytest.mark.usefixtures("all_values"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
 ]
 SWITCH = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"

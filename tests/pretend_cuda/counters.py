@@ -79,3 +79,15 @@ def counting(stacks: bool = False) -> Iterator[Counts]:
         counts.update(Counter(after["counters"]) - Counter(before["counters"]))
         counts.kernels = Counter(after["kernels"]) - Counter(before["kernels"])
         counts.stacks = seen
+
+
+@contextmanager
+def computing_all() -> Iterator[None]:
+    """A block in which the card computes the values of operators of any size, as with PRETEND_COMPUTE=all."""
+    compute = ctypes.CDLL("libpretend_torch.so").pretend_compute
+    compute.argtypes, compute.restype = [ctypes.c_int64], ctypes.c_int64
+    before = compute(-1)
+    try:
+        yield
+    finally:
+        compute(before)

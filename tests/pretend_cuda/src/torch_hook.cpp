@@ -19,6 +19,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 extern "C" void pretend_drop(void*, size_t);
@@ -372,6 +373,9 @@ extern "C" __attribute__((visibility("default"))) void pretend_attach_operators(
     if (const char* text = getenv("PRETEND_COMPUTE")) limit = std::string(text) == "all" ? -1 : atoll(text);
     compute_small_operators();
 }
+
+// Sets the number of elements, as PRETEND_COMPUTE does, and returns the present one. Nothing is computed where that was 0 at first.
+extern "C" __attribute__((visibility("default"))) int64_t pretend_compute(int64_t elements) { return std::exchange(limit, elements); }
 
 extern "C" __attribute__((visibility("default"))) void pretend_attach_allocator() {
     using Entry = c10::CachingDeviceAllocator::TraceEntry;
