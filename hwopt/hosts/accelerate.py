@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import parse_flag_from_env
 from torch.utils.data import DataLoader
 
@@ -59,6 +60,7 @@ class Accelerator(accelerate.Accelerator):
             found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
         super().__init__(**named)
+        self.dataloader_config.non_blocking |= self.device.type == "cuda"
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
         """Accelerate's `prepare`, after the plan's part for the first model and its optimizers."""
@@ -66,6 +68,9 @@ class Accelerator(accelerate.Accelerator):
         first = self.hwopt_session is None and bool(models)
         try:
             prepared = self._first_prepared(models.pop(0), objects, named) if first else super().prepare(*objects, **named)
+            for each in prepared if isinstance(prepared, tuple) else (prepared,):
+                if isinstance(each, DataLoaderShard) and self.non_blocking:
+                    each.base_dataloader.pin_memory = True  # a copy from other memory waits for the device
             self.hwopt_waiting += [each for each in objects if isinstance(each, torch.optim.Optimizer)]
             if self.hwopt_session is not None:
                 self.hwopt_session.models += models

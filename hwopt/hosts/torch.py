@@ -141,14 +141,15 @@ class Session:
         first = all(parameter.grad is None for parameter in trained)
         before = len(self.parts)
         while True:
-            total = torch.zeros((), device=self.run.device)
+            total: Any = None
             try:
                 for part in self.micro_batches(batch):
-                    weighted = loss(part.inputs) * part.weight
+                    weighted = loss(part.inputs)
+                    weighted = weighted if part.weight == 1.0 else weighted * part.weight
                     backward(weighted)
-                    total = total + weighted.detach()
+                    total = weighted.detach() if total is None else total + weighted.detach()
                 self.run.backoff.step_succeeded()
-                return total
+                return torch.zeros((), device=self.run.device) if total is None else total
             except torch.OutOfMemoryError as error:
                 if why := self._why_not_repeated(first):
                     error.add_note(why)

@@ -3,7 +3,11 @@
 from functools import partial
 from typing import Any
 
+import accelerate
 import pytest
+import torch
+from hosts.scripts import bert, llama, padded, reset, rows
+from pretend_cuda.counters import Counts, counting
 from programs import program
 
 import hwopt
@@ -27,3 +31,40 @@ def test_step_launches_and_waits_no_more_than_the_unmodified_script(name: str, m
     own_launches, own_waits = SCRIPTS.per_step(script, partial(hwopt.optimized, profile="auto", **SCRIPTS.ON_CARD))
     assert own_launches <= MOST_LAUNCHES * launches
     assert own_waits < waits
+
+
+@pytest.mark.usefixtures("all_values")
+@pytest.mark.parametrize(("make", "additive"), [(bert, "rows"), (llama, "labels")])
+def test_accumulated_batch_launches_as_many_kernels_as_the_script_and_waits_less(make: Any, additive: str) -> None:
+    def counted(accelerator: Any) -> Counts:
+        """The counts of the second step."""
+        model = make()
+        batches = torch.utils.data.DataLoader(rows(24), 8, collate_fn=partial(padded, classes=make is bert))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        last = Counts()
+        for batch in counted_batches(batches, last):
+            if isinstance(accelerator, hwopt.Accelerator):
+                accelerator.accumulate_batch(batch, lambda inputs: model(**inputs).loss)
+            else:
+                accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.end_training()
+        return last
+
+    def counted_batches(batches: Any, last: Counts) -> Any:
+        """`batches`; `last` gets the counts of the second one and its step: evidence looks at the first step."""
+        kept = iter(batches)
+        yield next(kept)
+        with counting() as counts:
+            yield next(kept)
+        last.update(counts)
+
+    plain = counted(accelerate.Accelerator())
+    reset()
+    whole: dict[str, Any] = {"precision": False, "tf32": False, "batch": {"train": 8}}
+    changed = counted(hwopt.Accelerator(profile="rtx3090_24gb", additive=additive, length_batching=False, **whole))
+    reset()
+    assert changed["launch"] == plain["launch"]
+    assert changed.waits < plain.waits
