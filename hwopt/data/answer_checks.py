@@ -153,6 +153,28 @@ CALLS = "tool calls"
 """Conversations whose answers lack these are refused. The name of a function alone does not tell: "f" is in <end_of_turn>."""
 Rendered = tuple[str, list[tuple[int, int]]]  # (text of messages, spans of the answers in it as far as markers say them)
 SHORT: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+
+
+def prompts_unasked(text: Callable[..., str]) -> bool:
+    """Whether `text` writes the generation prompt behind the last answer of a conversation without being asked."""
+    try:
+        question, asked = (text(SHORT[:1], {}, add_generation_prompt=asks) for asks in (False, True))
+        whole, longer = (text(messages, {}) for messages in (SHORT, [*SHORT, SHORT[0]]))
+    except BadConversation:
+        return False
+    ends = question.rpartition("question")[2], whole.rpartition("answer")[2]
+    common = common_length(*(end[::-1] for end in ends))
+    return question == asked and not longer.startswith(whole) and re.search(r"\w", ends[0][len(ends[0]) - common :]) is not None
+
+
+def unasked() -> BadConversation:
+    """The error for a template for which `prompts_unasked` holds: the begin of an answer that is not there would be trained."""
+    return BadConversation(
+        "the chat template begins an answer behind the last message, also without add_generation_prompt (data.chat_template). "
+        "Put that line of the template into {% if add_generation_prompt %}"
+    )
+
+
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "qzx", "arguments": {"qzy": "qzz"}}}
 
 

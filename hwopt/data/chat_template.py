@@ -121,11 +121,17 @@ class ChatTemplate:
         special = special_texts(self.tokenizer)
         return sorted((header for header in found if any(token in header for token in special)), key=len, reverse=True)
 
+    @cached_property
+    def prompts_unasked(self) -> bool:
+        return checks.prompts_unasked(self.text)
+
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is one of the assistant). A token partly in an answer belongs to it.
 
         Raises BadConversation if the template refuses the conversation, lacks an answer or its end, or rewrites earlier turns.
         """
+        if self.prompts_unasked and (conversation.prompt or not (self.replaced or self._has_markers)):
+            raise checks.unasked()
         called = any(conversation.messages[number].get("tool_calls") for number in conversation.answers)
         if called and checks.CALLS in self.left_out(conversation):
             raise checks.without_calls("an answer")

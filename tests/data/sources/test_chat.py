@@ -60,6 +60,18 @@ def test_answers_of_all_turns_or_of_the_last_count(tokenizer: Any) -> None:
     assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>\n4<|im_end|>\n"
 
 
+ALWAYS_PROMPTS = without_markers(CHATML).replace("if add_generation_prompt", "if true")
+
+
+def test_template_that_always_writes_the_generation_prompt_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = ALWAYS_PROMPTS
+    for prompt in (0, 1):
+        with pytest.raises(BadConversation, match="also without add_generation_prompt"):
+            ChatTemplate(tokenizer, "all").encode(Conversation(MESSAGES, None, prompt=prompt))
+    tokenizer.chat_template = CHATML.replace("if add_generation_prompt", "if true")
+    assert trained_text(tokenizer, MESSAGES) == "Hi.<|im_end|>4<|im_end|>"
+
+
 def test_header_between_two_answers_is_not_trained(tokenizer: Any) -> None:
     """OLMo 2's template writes no line break behind the last turn."""
     tokenizer.chat_template = (
