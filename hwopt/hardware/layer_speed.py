@@ -15,8 +15,9 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-TRIES = 3
-"""Each time is the least of so many, in CPU time: other programs may be busy."""
+TRIES = 4
+"""Each time is the least of so many, in CPU time of one thread, the cases in turn: other programs may be busy. Threads that wait
+for each other on busy cores take CPU time: with two threads, the ratio of bf16 was between 0.1 and 20 in five tries."""
 SMALL, WIDTH = 32, 16
 """Tokens of the smaller micro-batch, and of a row."""
 BESIDE_LAYERS = 2
@@ -35,7 +36,7 @@ class LayerSpeed:
     token_seconds: float
     """For one more token of a micro-batch, in fp32."""
     micro_batch_seconds: float
-    """For a micro-batch, in fp32, beside those of its tokens."""
+    """For a micro-batch, in fp32, beside those of its tokens. Summed over the threads, of which the others wait."""
     bf16_ratio: float | None = None
     """Time in bf16 under autocast, relative to fp32; None for a CPU without bf16 instructions."""
 
@@ -62,27 +63,27 @@ def measured(hidden_size: int, bf16: bool) -> LayerSpeed:
     import torch
 
     heads = hidden_size // 64 if hidden_size % 64 == 0 else 1
-    most = 256 if hidden_size <= 512 else 128
-    with torch.random.fork_rng(devices=[]):  # weights and dropout
-        layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
-        small, large = (seconds(layer, tokens, None) for tokens in (SMALL, most))
-        ratio = seconds(layer, most, torch.bfloat16) / large if bf16 else None
+    most, threads = 256 if hidden_size <= 512 else 128, torch.get_num_threads()
+    cases = [(SMALL, None), (most, None), *([(most, torch.bfloat16)] if bf16 else [])]
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):  # weights and dropout
+            layer = torch.nn.TransformerEncoderLayer(hidden_size, heads, 4 * hidden_size, batch_first=True)
+            rounds = [[seconds(layer, *case) for case in cases] for _ in range(1 + TRIES)]  # the first one warms up
+    finally:
+        torch.set_num_threads(threads)
+    small, large, *half = map(min, zip(*rounds[1:], strict=True))
     token = max(large - small, 0.1 * large) / (most - SMALL)  # noise may make the small one the slower one
-    return LayerSpeed(token, max(0.0, small - SMALL * token), ratio)
+    return LayerSpeed(token, threads * max(0.0, small - SMALL * token), half[0] / large if half else None)
 
 
 def seconds(layer: Any, tokens: int, dtype: Any) -> float:
-    """The least time of a forward and backward pass of `tokens` tokens, under autocast for a `dtype`."""
+    """The time of a forward and backward pass of `tokens` tokens, under autocast for a `dtype`."""
     import torch
 
     rows = torch.randn(tokens // WIDTH, WIDTH, layer.linear1.in_features)
-
-    def once() -> float:
-        began = time.process_time()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            out = layer(rows)
-        out.float().sum().backward()
-        return time.process_time() - began
-
-    once()
-    return min(once() for _ in range(TRIES))
+    began = time.thread_time()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        out = layer(rows)
+    out.float().sum().backward()
+    return time.thread_time() - began
