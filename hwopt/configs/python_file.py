@@ -26,6 +26,7 @@ from hwopt.text import cut, first_line
 TRL = "BCO|CPO|DPO|GKD|GRPO|KTO|NashMD|OnlineDPO|ORPO|PPO|PRM|Reward|RLOO|SFT|XPO"
 ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
+PLAIN_TRAINERS = {"Trainer", "Seq2SeqTrainer"}
 PATIENCE = "early_stopping_patience"
 MODEL_LOADED = re.compile(r"(^|\.)(\w*Model|\w+For[A-Z])\w*\.from_pretrained$")
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -50,11 +51,12 @@ def from_python(text: str, name: str) -> SourceFile:
             "check the YAML or JSON file that the script reads its arguments from"
         )
     first: dict[tuple[str, ...], Entry] = {}
-    for entry in (*script.assigned(), *chain(*map(script.entries, script.read(made[0])))):
+    for entry in (*script.assigned(made[0]), *chain(*map(script.entries, script.read(made[0])))):
         first.setdefault(entry.path, entry)
-    several = f" (the first of {len(made)} calls)" if len(made) > 1 else ""
-    calls = (called(made[0]) + several, *dict.fromkeys(called(call) for call in script.read(made[0])[1:]))
-    source = SourceFile(name, "Python", tuple(first.values()), calls=calls, keywords=tuple(script.keywords()))
+    number = Counter(map(called, script.calls)) | {called(made[0]): len(made), "from_pretrained": 1}
+    read = dict.fromkeys(map(called, script.read(made[0])))
+    calls = [f"{each} (the first of {number[each]} calls)" if number[each] > 1 else each for each in read]
+    source = SourceFile(name, "Python", tuple(first.values()), calls=tuple(calls), keywords=tuple(script.keywords()))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {each.start[0]: each.string.lstrip("#").strip() for each in tokens if each.type == tokenize.COMMENT}
     return with_comments(source, text, comments)
@@ -73,6 +75,7 @@ class PythonScript:
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = nodes = list(ast.walk(tree))
+        self.assignments = [(each, each.targets[0]) for each in nodes if isinstance(each, ast.Assign)]
         calls = [each for each in nodes if isinstance(each, ast.Call)]
         self.calls = sorted(calls, key=lambda call: (call.lineno, call.col_offset))
         own = [node for node in nodes if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("transformers")]
@@ -246,8 +249,18 @@ class PythonScript:
             case literal:
                 return ast.literal_eval(literal)
 
-    def assigned(self) -> Iterator[Entry]:
-        """`model.config.use_cache = …`; that inputs get gradients; and that an adapter may be there, if peft is named."""
+    def assigned(self, arguments: ast.Call) -> Iterator[Entry]:
+        """Fields of `arguments` set later, as deep in the script; `model.config.use_cache = …`; that no trainer has metrics; that
+        inputs get gradients; and that an adapter may be there, if peft is named.
+        """
+        trainers = [call for call in self.calls if called(call).endswith("Trainer")]
+        words = {keyword.arg for call in trainers for keyword in call.keywords}
+        if trainers and {*map(called, trainers)} <= PLAIN_TRAINERS - self.own and not {"compute_metrics", None} & words:
+            yield Entry(("compute_metrics",), False, trainers[0].lineno)
+        made = {(ast.unparse(target), each.col_offset) for each, target in self.assignments if each.value is arguments}
+        for each, target in self.assignments:
+            if isinstance(target, ast.Attribute) and (ast.unparse(target.value), each.col_offset) in made:
+                yield from self.entry((target.attr,), each.value, each.lineno)
         for node in self.nodes:
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
@@ -261,7 +274,7 @@ class PythonScript:
 
 
 def key_of(node: ast.expr | None) -> str | None:
-    """The key or name that a literal is; None if only a run of the script knows it."""
+    """The key or name that a literal is; None if only a run knows it."""
     return str(node.value) if isinstance(node, ast.Constant) else None
 
 

@@ -31,6 +31,7 @@ OTHER_LISTS = {
     "hydra": "a setting of Hydra itself",
     "profiler": "a setting of a profiler",
     "input_require_grads": "hwopt's checkpointing is never reentrant",
+    "compute_metrics": "hwopt's tasks have their metrics",
 }
 
 

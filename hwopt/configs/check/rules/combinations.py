@@ -51,6 +51,7 @@ def is_zero(value: Any) -> bool:
     return is_number(value) and value == 0
 
 
+DECAYS = among(None, "linear", "cosine", "polynomial", "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 BF16 = {"mixed_precision": "bf16"}
 HALF_TYPE = re.compile("(float16|fp16|bf16|half)$")
 IN_GRAPHS, NO_GRAPHS = among("reduce-overhead", "max-autotune"), {"torch_compile_mode": "default"}
@@ -138,6 +139,10 @@ RULE_ROWS = (
     single("nonfinite-filter", "A filter of losses that are not finite", "transformers, logging_nan_inf_filter",
         "information", (), {"logging_nan_inf_filter": True},
         "NaN losses are logged as the mean of the others: a broken run looks sound.", {"logging_nan_inf_filter": False}),
+    single("schedule-free", "A decaying schedule of the learning rate with a schedule-free optimizer", "arXiv:2405.15682",
+        "warning", TRAINERS, {"optim": lambda name: str(name).startswith("schedule_free"), "lr_scheduler_type": DECAYS},
+        "The optimizer averages the weights instead of a decay: with both, the last steps hardly count.",
+        {"lr_scheduler_type": "constant_with_warmup"}),
     RuleRows("split-weights", "ZeRO stage 3 without gathering the weights to save them", "transformers, deepspeed.md", tuple(
         ("warning", (), {key: False, "zero_stage": 3}, SPLIT, {key: True}) for key in (GATHERED, SAVED))),
     RuleRows("tf32-beside-half", "TF32 beside fp16 or bf16, where few products are in fp32", "TF32: fp32 tensors only", tuple(

@@ -35,6 +35,7 @@ NEEDS: Mapping[Tools, str] = {
     ("llama-factory",): "streaming max_steps",
 }
 """Tools -> settings that they refuse without the one behind it."""
+MEASURED = ("loss", "runtime", "samples_per_second", "steps_per_second")  # without compute_metrics
 USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eval_steps": 100, "gradient_checkpointing": True}
 IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
 IS_TWO, IS_TEXT = (lambda value: str(value) == "2"), (lambda value: isinstance(value, str))
@@ -63,6 +64,8 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
+        ({"metric_for_best_model": lambda name: str(name).removeprefix("eval_") not in MEASURED, "compute_metrics": False,
+          "eval_strategy": EVALUATES}, "give the trainer a function compute_metrics that returns it"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
         *(({"from_pretrained.device_map": OVER_CARDS, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
     ),
