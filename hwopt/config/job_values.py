@@ -10,7 +10,7 @@ from hwopt.text import truncate
 
 
 class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def as_tuple(value: Any) -> Any:

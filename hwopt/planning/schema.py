@@ -5,9 +5,7 @@ The tables of the plugins are those of the installed ones. Rules over several ke
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -37,9 +35,6 @@ def schema(which: Literal["job", "profile"], registry: Registry | None = None) -
     def definition(model: type[BaseModel]) -> Schema:
         return definitions[found[model, mode]["$ref"].rpartition("/")[2]]
 
-    for model in own:
-        for key, text in field_docstrings(model).items():
-            definition(model)["properties"][key].setdefault("description", text)
     tables = {name: plugin_table(name, plugin, definition(plugin.Options)) for name, plugin in plugins.items()}
     root = definition(MODELS[which])
     root["properties"]["plugins"] = {
@@ -90,16 +85,4 @@ def tables_of(model: type[BaseModel]) -> list[type[BaseModel]]:
         for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 found += tables_of(part)
-    return found
-
-
-def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Field -> the string below it in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):
-            found[field.target.id] = " ".join(text.split())
     return found
