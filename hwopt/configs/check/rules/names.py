@@ -156,9 +156,10 @@ def misspelled_name(view: View, facts: Facts) -> Iterator[Finding]:
         zero, known = each.path[0] == ZERO, words.ZERO_KEYS if each.path[0] == ZERO else names
         if name in known or name in words.FORMER.get(view.tool, ()) or each.place in refused(view):
             continue
-        near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], known, n=1, cutoff=ALIKE)
         # a key that is longer by a word, such as ref_model_init_kwargs, is not misspelled
-        if near and near[0] != name and (each.word or abs(len(near[0]) - len(name)) <= 2):
+        as_long = [] if each.word else [other for other in known if abs(len(other) - len(name)) <= 2]
+        near = [view.spelling(each.word)] if each.word else get_close_matches(name[:80], as_long, n=1, cutoff=ALIKE)
+        if near and near[0] != name:
             stops = "DeepSpeed stops: zero_optimization takes no other keys."
             found = about(each, f"{whose} has no {name}.", stops if zero else why, f"use {near[0]}")
             yield replace(found, level="error" if zero else level)
