@@ -17,7 +17,7 @@ COLOURS = 6  # number of colours of the page, --line-0 and so on
 LOG_FROM = 200.0  # ratio of the largest to the smallest value from which an axis may be logarithmic
 
 WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 28, 12, 40
 
 Point = tuple[float, float]
 ChartScale = Literal["range", "zero", "logarithmic"]

@@ -62,3 +62,7 @@ def test_long_series_keeps_its_extremes_and_its_order(values: list[float]) -> No
     finite = [y for y in values if math.isfinite(y)]
     shown = [y for _, y in kept if math.isfinite(y)]
     assert (max(finite, default=0), min(finite, default=0)) == (max(shown, default=0), min(shown, default=0))
+
+
+def test_the_last_label_of_the_steps_fits_beside_its_chart() -> None:
+    assert len("100,000") * 7 / 2 <= charts.RIGHT  # centred below its line, 7 pixels a character
