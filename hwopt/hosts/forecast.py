@@ -7,7 +7,6 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any
 
 import datasets
@@ -44,6 +43,7 @@ KNOWN_HEADS = (*(end for end in HEADS if end != "ForMaskedLM"), "ForSequenceClas
 SAME_STATES = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
 LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the model say a number
 TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
+MOST_CHUNKS = 64
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 CHUNKS = "num_output_chunks"
@@ -113,8 +113,8 @@ def forecast(
         plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
     if kind == "SFTConfig":  # the trainer's own loss without logits
-        vocabulary = config.get_text_config().vocab_size
-        chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, vocabulary)}
+        frozen = bool(adapted) or (loads and plugins.get(plugin_of(LORA)) is not False)
+        chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, config.get_text_config(), frozen)}
         plugins = {plugin_of(CHUNKS): chunks} | plugins
 
     def answer(plugins: Mapping[str, Any]) -> Fit:
@@ -192,13 +192,19 @@ def with_own_memory(hardware: Hardware, model: Any) -> Hardware:
     return replace(hardware, free_memory_gib=hardware.free_memory_gib + own / GIB)
 
 
-def chunks_of_trl(dataset: Any, args: Any, vocabulary: int) -> int:
-    """Chunks of a loss that need about the memory of the fused head of TRL, which has tiles of TILE logits.
+def chunks_of_trl(dataset: Any, args: Any, config: Any, frozen: bool) -> int:
+    """Chunks of a loss that need about the memory of the fused head of TRL. `frozen`: the weights are in the products' dtype.
 
-    A tile is kept in the dtype of the products, a chunk also in fp32: of half precision three times the bytes.
+    TRL holds one tile of logits, and where weights are trained a cast of two parts of the head. The loss with chunks holds each
+    chunk in fp32 too, and there a cast of the whole head and a product as large.
     """
+    vocabulary: int = config.vocab_size
+    half = bool(args.bf16 or args.fp16)
     tokens: int = args.per_device_train_batch_size * max(rows_lengths(dataset, args), default=args.max_length or LENGTH)
-    return ceil((3 if args.bf16 or args.fp16 else 1) * max(1, tokens / TILE[0]) * max(1, vocabulary / TILE[1]))
+    room = min(tokens, TILE[0]) * min(vocabulary, TILE[1])
+    if half and not frozen:
+        room += (min(vocabulary, 2 * TILE[1]) - 2 * vocabulary) * config.hidden_size
+    return min(MOST_CHUNKS, max(1, round((3 if half else 1) * tokens * vocabulary / max(1, room))))
 
 
 def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, dict[str, Any], str]:

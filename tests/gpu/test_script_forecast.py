@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from hosts.scripts import arguments, bert, padded, rows
 from hosts.test_trl import tokenizer
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import hwopt
 from hwopt.errors import DoesNotFitError
@@ -87,6 +87,27 @@ def test_cached_loss_computes_as_many_rows_at_once_as_are_forecast(tmp_path: Pat
     assert [rows_at_once for rows_at_once, _ in seen] == [256, 256], "the whole batch fits"
     assert trainer._run.plan.memory.peak_gib == pytest.approx(seen[-1][1], rel=0.04)
     assert loss.mini_batch_size == 32, "the user's object is as it was"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_of_an_sft_trainer_whose_head_is_computed_in_tiles(frozen: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    sizes = {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 4, "num_attention_heads": 10}
+    config = LlamaConfig(**sizes, vocab_size=50_000, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if frozen else torch.float32)
+    own: dict[str, Any] = {"use_cpu": False, "max_steps": 2, "per_device_train_batch_size": 4, "max_length": 512}
+    args = arguments(tmp_path, SFTConfig, gradient_checkpointing=False, optim="adamw_torch_fused", **own)
+    adapter = LoraConfig(target_modules="all-linear") if frozen else None
+    texts = Dataset.from_list([{"input_ids": [5] * 400}] * 32)
+    cls = hwopt.optimized(SFTTrainer, "rtx3090_24gb")
+    trainer = cls(model=model, args=args, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    assert trainer._run.plan.memory.peak_gib == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=0.02)
 
 
 def rank_of_two(folder: Path) -> None:
