@@ -65,7 +65,7 @@ def planned(folder: Path, ratio: float | None, **tables: Any) -> Any:
     return plan_for(tiny_profile(**tables), tiny_job(folder), hardware=machine)
 
 
-@pytest.mark.parametrize(("ratio", "dtype"), [(None, "bf16"), (0.6, "bf16"), (1.3, "fp32")])
+@pytest.mark.parametrize(("ratio", "dtype"), [(None, "bf16"), (0.6, "bf16"), (0.8, "fp32"), (1.3, "fp32")])
 def test_bf16_is_used_where_it_is_faster(ratio: float | None, dtype: str, tmp_path: Path) -> None:
     entry = entry_of("precision", planned(tmp_path, ratio, precision={}))
     assert entry.options.dtype == dtype
