@@ -43,8 +43,8 @@ def flag_from(dtype: str, value: Any) -> Mapping[str, Any]:
 
 
 WORTH_IT = 0.75
-"""The time of a layer in bf16, relative to fp32, below which a step is faster. The rest of a step gains nothing: where a layer took .57,
-steps of MiniLM and of a small decoder took .74 to .87; where it took .79, those of the demo took 1.08."""
+"""The time of a layer in bf16, relative to fp32, below which a step is faster: the rest of a step gains nothing. Where a layer
+took .57, steps of MiniLM and of a small decoder took .74 to .87; where it took .79, those of the demo took 1.08."""
 
 
 class Precision(hw.Plugin):
