@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
-from hwopt.errors import HwoptError
+from hwopt.errors import HwoptError, InputError
 from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
@@ -33,7 +33,7 @@ from hwopt.planning.memory_plan import MemoryPlan
 from hwopt.planning.plan import Plan
 from hwopt.planning.resolve import hardware_of_card
 from hwopt.system.cache import cache_folder
-from hwopt.text import first_line, listing
+from hwopt.text import first_line, listing, truncate
 
 KNOWN = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 """Classes of arguments whose trainers hold one model and compute one loss from its logits."""
@@ -79,9 +79,11 @@ def fits(model: Any, args: Any = None, dataset: Any = None, card: str = "auto", 
     that CUDA reports ("Tesla T4"); "auto": this machine. `peft_config`: the LoraConfig that the trainer gets; a model of PEFT
     brings its own. `plugins`: plugin -> its options, or False to leave it out.
     The answer is None with a reason where the forecast does not know the trainer or the model.
-    Raises InputError for a card that no profile describes, and as `hwopt.resolve` does.
+    Raises InputError for other `args`, for a card that no profile describes, and as `hwopt.resolve` does.
     """
     args = args or TrainingArguments("trainer_output", use_cpu=True)
+    if not isinstance(args, TrainingArguments):
+        raise InputError(f"args: expected TrainingArguments, or the configuration of a trainer of TRL; got {truncate(args)}")
     profile = None if card == "auto" else Inputs().profile_of_card(card)
     hardware = None if profile is None else hardware_of_card(profile)
     return forecast(model, args, dataset, peft_config, plugins, "auto" if profile is None else profile.name, hardware)

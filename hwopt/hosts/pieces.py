@@ -41,6 +41,8 @@ def training_arguments(
     Rows of an optimizer step stay those of `own`. Raises InputError and PluginError as `hwopt.resolve` does.
     """
     into = into or TrainingArguments
+    if not issubclass(into, TrainingArguments):
+        raise InputError(f"into: expected TrainingArguments or a class derived from it, such as SFTConfig; got {into.__name__}")
     if detect().device_type == "cpu":
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
     script = script_of(into(**own), ARGUMENTS_LACK)

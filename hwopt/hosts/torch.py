@@ -25,7 +25,7 @@ from hwopt.hosts.probe import is_rough, laws_that_agree, pad_id_of, probed_rows,
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep, with_lines
 from hwopt.system.ranks import rank_and_world
-from hwopt.text import first_line
+from hwopt.text import first_line, truncate
 from hwopt.training.listener import DONE, Listener
 
 
@@ -254,6 +254,8 @@ def planned(
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     refuse_other_laws(additive)
     refuse_prepared(model)
+    if not isinstance(rows, int) or rows < 1:
+        raise InputError(f"rows: expected the number of rows of an optimizer step, got {truncate(rows)}")
     if additive and (problem := rows_meet(model)):
         raise InputError(f"additive = {additive!r}: {problem}, so a batch cannot be split; leave additive out")
     lacks = ({} if additive else dict.fromkeys(STEP_FIELDS, NOT_ADDITIVE)) | SCRIPT_LACKS | script.pop("lacks", {})

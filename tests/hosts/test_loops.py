@@ -223,6 +223,7 @@ def test_mistakes_are_refused_by_name() -> None:
         (lambda: session("cpu", batch={"trian": 2}), r"^plugins.batch.trian: unknown key. Did you mean 'train'"),
         (lambda: session(Path("no/such.toml")), "^profile no/such.toml: no such file"),
         (lambda: hwopt.session("cpu", "bert-base", rows=16), "^expected a model, got str 'bert-base': load it first"),
+        (lambda: hwopt.session("cpu", bert(), rows="16"), "^rows: expected the number of rows of an optimizer step, got '16'"),
         (lambda: session("cpux"), "^profile 'cpux': no such profile. Did you mean 'cpu'"),
     ]
     for mistake, message in mistakes:
