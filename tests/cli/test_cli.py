@@ -175,4 +175,4 @@ def test_rows_break_between_words_on_a_narrow_terminal(
     say_row(row, " " * 7)
     first, *broken = capsys.readouterr().out.splitlines()
     assert first == row
-    assert broken == [row[:60], " " * 7 + row[61:]]
+    assert broken == [row[:62], " " * 7 + row[63:]]

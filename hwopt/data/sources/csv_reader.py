@@ -117,7 +117,7 @@ def guess_delimiter(header: str) -> str:
 
 
 def blank_follows(header: str, delimiter: str) -> bool:
-    """Whether a blank that is no part of the cell follows each delimiter, as in "text, label"."""
+    """Whether a blank follows each delimiter, as in "text, label", which is then not a part of the cell."""
     cells = next(csv.reader([header], delimiter=delimiter), [])[1:]
     return bool(cells) and all(cell.startswith(" ") for cell in cells)
 
