@@ -16,7 +16,7 @@ from hwopt.hosts.arguments import script_of
 from hwopt.hosts.limits import TRAINER_LACKS
 from hwopt.hosts.script_plan import Script, described_model, plan_for
 from hwopt.planning.plan import Plan
-from hwopt.text import listing, nearest
+from hwopt.text import listing, nearest, truncate
 from hwopt.training.optimizer import state_defaults
 
 ARGUMENTS_LACK = TRAINER_LACKS | {
@@ -41,8 +41,8 @@ def training_arguments(
     Rows of an optimizer step stay those of `own`. Raises InputError and PluginError as `hwopt.resolve` does.
     """
     into = into or TrainingArguments
-    if not issubclass(into, TrainingArguments):
-        raise InputError(f"into: expected TrainingArguments or a class derived from it, such as SFTConfig; got {into.__name__}")
+    if not (isinstance(into, type) and issubclass(into, TrainingArguments)):
+        raise InputError(f"into: expected TrainingArguments or a class derived from it, such as SFTConfig; got {truncate(into)}")
     if detect().device_type == "cpu":
         own = {"use_cpu": True} | own  # TrainingArguments refuses bf16 without it
     script = script_of(into(**own), ARGUMENTS_LACK)

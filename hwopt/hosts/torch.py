@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def planned(
     """The plan for a loop with steps of `rows` rows. Raises InputError for a model that is wrapped, or another `additive`."""
     refuse_other_laws(additive)
     refuse_prepared(model)
-    if not isinstance(rows, int) or rows < 1:
+    if not isinstance(rows, Integral) or rows < 1:
         raise InputError(f"rows: expected the number of rows of an optimizer step, got {truncate(rows)}")
     if additive and (problem := rows_meet(model)):
         raise InputError(f"additive = {additive!r}: {problem}, so a batch cannot be split; leave additive out")

@@ -143,8 +143,9 @@ def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Pat
     assert "DPOConfig: its trainer may hold a second model" in str(unknown)
     with pytest.raises(InputError, match="^args: expected TrainingArguments.*got 'out'"):
         hwopt.fits(CONFIG, "out")
-    with pytest.raises(InputError, match="^into: expected TrainingArguments.*got dict"):
-        hwopt.training_arguments("cpu", CONFIG, into=dict)
+    for into in (dict, "SFTConfig"):
+        with pytest.raises(InputError, match=f"^into: expected TrainingArguments.*got {into!r}"):
+            hwopt.training_arguments("cpu", CONFIG, into=into)
     for other in ("RTX 9999", "NVIDIA L40S", "GeForce RTX 3060 Ti"):  # not the L4, nor the RTX 3060 with 12 GB
         with pytest.raises(InputError, match=f"card '{other}': no profile describes it. .*There are: "):
             hwopt.fits(CONFIG, args, card=other)

@@ -72,7 +72,7 @@ class Conversations(Sequence[Any]):
     """The conversation of each row, which is made when it is read: Python objects take ten times the memory of the texts."""
 
     def __init__(self, cells: Cells, build: Callable[[Mapping[str, Any]], Conversation], chosen: NDArray[np.int64]) -> None:
-        """`build`: from the cells of a row. `chosen`: those of the rows that are meant, in their order."""
+        """`build`: from the cells of a row. `chosen`: those of the rows that are meant, ascending, as CHUNK are read at once."""
         self.cells, self.build, self.chosen = cells, build, chosen
         self.start, self.chunk = -1, dict[str, list[Any]]()
 

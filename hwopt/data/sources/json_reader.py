@@ -144,7 +144,7 @@ def packed(values: list[Any], spill: Spill | None = None) -> Pack:
     import pyarrow as pa
 
     put = (lambda array: array) if spill is None else spill.put
-    with suppress(pa.ArrowException, OverflowError, UnicodeError):
+    with suppress(pa.ArrowException, OverflowError, UnicodeError, RecursionError):
         array = pa.array(values)
         if pa.types.is_string(array.type) or (pa.types.is_int64(array.type) and bool not in map(type, values)):
             return put(array), None
