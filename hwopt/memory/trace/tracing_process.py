@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
+from hwopt.model.light_imports import import_light
 from hwopt.model.remote_code import trust_only, trusted_models
 from hwopt.system import fork_server
 from hwopt.system.fork_server import Fork, ForkServer, ServerEnded
@@ -160,6 +161,7 @@ def start_early(uses_device: bool = True) -> None:
     if not uses_device and "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         _forks = True
+        import_light()
         return
     with suppress(OSError), _lock:
         running_server()
@@ -196,9 +198,10 @@ def serve(descriptor: int, parent: int, idle_s: float) -> None:
 
 def prepare(connection: Connection) -> None:
     """Import what every trace needs, and what many need until the first request comes."""
+    import_light()
+
     import accelerate.utils  # noqa: F401
     import torch
-    import torch._dynamo  # noqa: F401
     import transformers.initialization
     import transformers.modeling_utils  # noqa: F401
 
