@@ -19,7 +19,7 @@ import click
 from click.exceptions import Exit, NoArgsIsHelpError
 
 from hwopt.errors import StorageError
-from hwopt.report.status_line import status_line
+from hwopt.report.status_line import folded, status_line
 from hwopt.system import garbage
 from hwopt.text import cut, nearest, printable
 
@@ -158,7 +158,8 @@ def run_command(typed: list[str]) -> int:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             error = with_instead(error)
-        object.__setattr__(error, "message", cut(printable(error.message), LONGEST_LINE))
+        text = folded(f"Error: {cut(printable(error.format_message()), LONGEST_LINE)}", sys.stderr).removeprefix("Error: ")
+        object.__setattr__(error, "format_message", lambda: text)
         with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
         return error.exit_code
@@ -193,7 +194,7 @@ def show_error(error: BaseException, debug: bool) -> int:
     message = printable(trace + (ENDINGS.get(code) or in_short(f"error: {error}")))
     if not report_error(code, message, secondhand=getattr(error, "secondhand", False)):
         with contextlib.suppress(OSError):
-            click.echo(message, err=True)
+            click.echo(message if trace else folded(message, sys.stderr), err=True)
     return code
 
 

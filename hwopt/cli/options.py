@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from hwopt.model.remote_code import trust_only
-from hwopt.report.status_line import status_line
+from hwopt.report.status_line import folded, status_line
 from hwopt.system.ranks import rank_and_world
 from hwopt.text import printable
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-LEAST_WIDTH = 60  # columns; a narrower terminal breaks lines itself
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "accelerate", "huggingface_hub", "peft", "bitsandbytes")
 profile_option = click.option("--profile", default="auto", show_default=True, help="A profile's name, a TOML file, or auto.")
 SHORTCUTS = {
@@ -139,16 +136,10 @@ def inference_options(file_needed: bool = True) -> Callable[[Command], Command]:
     return added
 
 
-def say(text: str, err: bool = False) -> None:
-    """Print a text that may come from a file."""
+def say(text: str, err: bool = False, indent: str | None = None) -> None:
+    """Print a text that may come from a file; on a terminal, lines break between words and go on with `indent`."""
     status_line.clear()
-    click.echo(printable(text), err=err)
-
-
-def say_row(row: str, indent: str) -> None:
-    """Print a line; on a terminal that is too narrow, break it between words and begin the further lines with `indent`."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(row)
-    say("\n".join(wrap(row, max(width, LEAST_WIDTH), subsequent_indent=indent, break_on_hyphens=False)) or row)
+    click.echo(folded(printable(text), sys.stderr if err else sys.stdout, indent), err=err)
 
 
 def warn(message: str) -> None:

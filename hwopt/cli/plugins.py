@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option, lister, say, say_json, say_row
+from hwopt.cli.options import format_option, lister, say, say_json
 from hwopt.plugin.registry import Registry
 
 
@@ -21,7 +21,7 @@ def list_plugins(format_: str) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         columns = f"{row['name']:<{width}}  {row['stage']:<12}  {row['effect']:<8}  {row['distribution']:<14}  {row['summary']}"
-        say_row(columns, " " * (width + 2))
+        say(columns, indent=" " * (width + 2))
 
 
 plugins = lister("List the plugins, or show one with its options.", list_plugins)
@@ -41,14 +41,15 @@ def show(name: str, format_: str) -> None:
     if format_ == "json":
         return say_json(row)
     for line in (f"{row['name']}  ({row['distribution']}, {row['module']})", "", *row["about"].splitlines(), ""):
-        say_row(line, "")
+        say(line, indent="")
     say(f"stage      {row['stage']}" + (f", after {', '.join(row['after'])}" if row["after"] else ""))
     say(f"effect     {row['effect']}\nwrites     {row['writes_unknown'] or ', '.join(row['writes']) or 'nothing'}")
     if row["replaces"]:
         say(f"replaces   {', '.join(row['replaces'])}")
     say(f"\n[plugins.{name}]")
     for item in row["options"] or ():
-        say_row(f"{item['name']} = {item['default']}  # {item['type']}" + (f"; {item['about']}" if item["about"] else ""), "  # ")
+        about = f"; {item['about']}" if item["about"] else ""
+        say(f"{item['name']} = {item['default']}  # {item['type']}{about}", indent="  # ")
     if not row["options"]:
         click.echo("# no options")
 

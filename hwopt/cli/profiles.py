@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hwopt.cli.options import format_option, lister, say, say_json, say_row
+from hwopt.cli.options import format_option, lister, say, say_json
 from hwopt.config.profile_files import profile_files
 from hwopt.errors import InputError
 from hwopt.text import nearest, short_place
@@ -28,7 +28,7 @@ def list_profiles(format_: str) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     rows.append({"name": "auto", "summary": "The profile of this machine's card, or one derived from the nearest"})
     for row in rows:
-        say_row(f"{row['name']:<{width}}  {row['summary']}", " " * (width + 2))
+        say(f"{row['name']:<{width}}  {row['summary']}", indent=" " * (width + 2))
 
 
 profiles = lister("List the profiles, or show one.", list_profiles)

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from hwopt.configs.check import Finding
 from hwopt.configs.check.checker import LEVELS, CheckReport
+from hwopt.report.status_line import folded
 from hwopt.text import listing, printable
 
 COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}
@@ -40,7 +41,7 @@ def show_finding(console: Console, finding: Finding) -> None:
     console.print(Text.assemble(head, f"  {printable(where)}"), soft_wrap=True)
     for line in (finding.what, finding.why, f"fix: {finding.fix}" if finding.fix else ""):
         if line:
-            console.print(Text(f"{'':<{WIDTH}}  {printable(line)}"), soft_wrap=True)
+            show_line(console, f"{'':<{WIDTH}}  {line}")
     console.print()
 
 
@@ -54,4 +55,4 @@ def show_left(console: Console, lines: Iterable[tuple[str, Sequence[str]]]) -> N
 
 
 def show_line(console: Console, text: str) -> None:
-    console.print(Text(printable(text)), soft_wrap=True)
+    console.print(Text(folded(printable(text), console.file)), soft_wrap=True)

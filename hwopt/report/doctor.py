@@ -11,7 +11,8 @@ from rich.text import Text
 
 from hwopt.hardware.doctor import CheckResult
 from hwopt.report.sheet import Sheet
-from hwopt.report.terminal import LEAST, say, show_problem, show_sheet
+from hwopt.report.status_line import LEAST
+from hwopt.report.terminal import say, show_problem, show_sheet
 from hwopt.text import printable
 
 if TYPE_CHECKING:

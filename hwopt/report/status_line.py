@@ -9,10 +9,14 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from textwrap import wrap
+from typing import IO
 
 from hwopt.text import printable
 
 CLEAR_LINE = "\r\x1b[2K"
+LEAST = 20
+"""The least columns for text on a terminal."""
 
 
 class StatusLine:
@@ -51,6 +55,28 @@ status_line = StatusLine()
 
 def on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def folded(text: str, stream: IO[str], indent: str | None = None) -> str:
+    """`text`, each line broken between words where it is wider than `stream`, if that is a terminal.
+
+    Further lines begin with `indent`; by default as the line that they continue.
+    """
+    if not stream.isatty():
+        return text
+    lines, width = [], shutil.get_terminal_size().columns
+    for line in text.split("\n"):
+        begin = line[: len(line) - len(line.lstrip())] if indent is None else indent
+        found = wrap(
+            line,
+            max(width, len(begin) + LEAST),
+            subsequent_indent=begin,
+            break_on_hyphens=False,
+            break_long_words=False,
+            replace_whitespace=False,
+        )
+        lines += found if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def write_past_buffer(text: str) -> None:

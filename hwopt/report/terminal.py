@@ -19,7 +19,7 @@ from rich.text import Text
 
 from hwopt.config.job_sources import described, shares_of
 from hwopt.report.sheet import Sheet, gib, value_text
-from hwopt.report.status_line import status_line
+from hwopt.report.status_line import LEAST, status_line
 from hwopt.text import printable, short_place
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 STYLES = {"apply": "green", "fallback": "yellow", "skip": "yellow", "active": "green", "inactive": "red", "unknown": "yellow"}
 """Decision or status of evidence -> its style."""
-LEAST, LEAST_FOLDED = 20, 24
-"""The least plausible width of a screen in columns; that of a folded column of a table, which else becomes blocks of lines."""
+LEAST_FOLDED = 24
+"""The least width of a folded column of a table, which else becomes blocks of lines."""
 TRAILING_SPACES = re.compile(r" +$", re.MULTILINE)
 VERDICTS = {True: ("fits", "bold green"), False: ("DOES NOT FIT", "bold red"), None: ("UNKNOWN", "bold yellow")}
 """Whether a plan fits -> the word, its style."""

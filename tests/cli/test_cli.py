@@ -11,8 +11,9 @@ import pytest
 import tomlkit
 from command_line import hwopt
 
-from hwopt.cli import FORMER
-from hwopt.cli.options import say_row
+from hwopt.cli import FORMER, run_command
+from hwopt.cli.options import say
+from hwopt.report.status_line import CLEAR_LINE
 from hwopt.testing import TINY_BERT, write_samples
 
 
@@ -169,10 +170,24 @@ def test_rows_break_between_words_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = "batch  rows of a micro-batch, of an evaluation batch and of an optimizer step"
-    say_row(row, " " * 7)
+    say(row, indent=" " * 7)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "62")
-    say_row(row, " " * 7)
+    say(row, indent=" " * 7)
     first, *broken = capsys.readouterr().out.splitlines()
     assert first == row
     assert broken == [row[:62], " " * 7 + row[63:]]
+
+
+def test_errors_break_between_words_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = (["plugins", "show", "optimzer"], ["export", "--to", "acelerate"], ["compare", "t4_16", "t4_16gb"])
+    whole = [(run_command(command), capsys.readouterr().err)[1] for command in commands]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    for command, message in zip(commands, whole, strict=True):
+        run_command(command)
+        broken = capsys.readouterr().err.replace(CLEAR_LINE, "\n")
+        assert max(map(len, broken.splitlines())) <= 60
+        assert message.split("rror: ")[1].split() == broken.split("rror: ")[1].split()
