@@ -24,7 +24,7 @@ from hwopt.model.facts import model_facts
 from hwopt.model.remote_code import is_trusted, trust_only, trusted_models
 from hwopt.model.weights import load_weights
 from hwopt.plugin import dtype_name
-from hwopt.records.run_files import FINAL, JOB
+from hwopt.records.run_files import FINAL, JOB, PLAN
 from hwopt.saving.reader import list_checkpoints
 from hwopt.system import garbage
 from hwopt.system.paths import path_kind
@@ -82,18 +82,18 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
     kind = path_kind(path, "RUN")
     if kind != "folder":
         what, in_runs = "no such folder" if kind == "missing" else "is a file", Path("runs") / path.name
-        names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
-        hint = f" Did you mean {in_runs}?" if in_runs.is_dir() else nearest(path.name, names)
+        names = [str(each) for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        hint = f" Did you mean {str(in_runs)!r}?" if in_runs.is_dir() else nearest(str(path), names)
         raise InputError(f"{path}: {what}.{hint} Give a run folder, such as runs/NAME")
     path = path.absolute()
-    if (path / JOB).is_file():
+    if (path / PLAN).is_file():
         run, folder = path, path if (path / "README.md").is_file() else path / FINAL  # a final/ has a model card
-    elif (path.parent / JOB).is_file():
+    elif (path.parent / PLAN).is_file():  # a job.toml there can be the one of a user
         run, folder = path.parent, path
     else:
-        runs = sorted(each.parent.name for each in path.glob("*/job.toml"))
+        runs = sorted(each.parent.name for each in path.glob(f"*/{PLAN}"))
         hint = f"; give one of its runs: {listing(runs)}" if runs else ""
-        raise InputError(f"{path}: is not a run folder: it has no job.toml{hint}")
+        raise InputError(f"{path}: is not a run folder: it has no {PLAN}{hint}")
     if not folder.is_dir():
         saved = list_checkpoints(run)
         where = f", or give its newest checkpoint: {saved[0]}" if saved else ""

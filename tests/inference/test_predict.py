@@ -236,11 +236,12 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
         ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists; give another name, or --overwrite"),
         ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv: there is no folder 'nowhere'; make it"),
         ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
-        ("first in.jsonl -o out.csv", 2, "first: no such folder. Did you mean runs/first?"),
+        ("first in.jsonl -o out.csv", 2, "first: no such folder. Did you mean 'runs/first'?"),
         ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
-        ("{folder} in.jsonl -o out.csv", 2, "has no job.toml; give one of its runs: run"),
+        ("{folder} in.jsonl -o out.csv", 2, "has no plan.json; give one of its runs: run"),
+        ("runs in.jsonl -o out.csv", 2, "runs: is not a run folder: it has no plan.json"),
         ("no_config in.jsonl -o out.csv", 2, "has no config.json"),
-        ("no_plan in.jsonl -o out.csv", 2, "has no readable plan.json"),
+        ("no_plan in.jsonl -o out.csv", 2, "no_plan: is not a run folder: it has no plan.json"),
         ("{run} im.jsonl -o out.csv", 4, "Did you mean 'in.jsonl'?"),
         ("{run} mine.csv -o out.csv", 4, "has no column 'text'. Did you mean 'texts'?"),
         ("{run} blank.csv -o out.csv", 4, "column 'text' is empty in every row"),
@@ -264,6 +265,7 @@ def test_bad_input_ends_with_one_message(
     for name, text in {"mine": "texts\nred\n", "blank": "text,label\n,a\n\x20,b\n", "twice": "text,x,x\nred,1,2\n"}.items():
         (tmp_path / f"{name}.csv").write_text(text)
     (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "job.toml").touch()  # of the user, beside the folder of the runs
     for name, missing in {"unfinished": "final", "no_config": "config.json", "no_plan": "plan.json"}.items():
         shutil.copytree(classifier, name, ignore=shutil.ignore_patterns(missing))
     assert run_command(["predict", *arguments.format(run=classifier, folder=classifier.parent).split()]) == code
