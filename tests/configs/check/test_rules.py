@@ -118,6 +118,8 @@ def test_plugin_options_of_a_job_are_merged_with_the_profile_and_checked(tmp_pat
     (found,) = [each for each in check_file(path, Given(profile="t4_16gb"), INPUTS).findings if each.rule == "eval-batch"]
     assert found.place == f"{path}:7"
     assert "100, 6.25 times the training batch of 16" in found.what
+    notes = [each for each in check_file(path, Given(profile="rtx3070_8gb"), INPUTS).findings if each.rule == "tf32-beside-half"]
+    assert [each.what for each in notes] == ["plugins.tf32 beside plugins.precision.dtype."]  # it said dtype = true
     path.write_text(f"{text}evil = 100\n")
     report = check_file(path, Given(profile="t4_16gb"), Inputs())
     assert report.exit_code() == 2

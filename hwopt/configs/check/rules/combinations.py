@@ -159,7 +159,12 @@ def meets_all(view: View, tools: Tools, settings: Mapping[str, Any]) -> bool:
 def written(view: View, settings: Mapping[str, Any]) -> str:
     """The lines of the file that set `settings`, shortened, and which of those are missing that must be given: `not_`."""
     found = [each for each in map(view.found, settings) if each]
-    lines = [cut(view.line(each.key, view.source.values.get(each.key, each.value)), 100) for each in found]
+    values = view.source.values
+    # what a profile gives a job, or a parent its profile, is known by its meaning only, such as fp16 = true
+    lines = [
+        each.key if view.is_hwopt and each.key not in values else cut(view.line(each.key, values.get(each.key, each.value)), 100)
+        for each in found
+    ]
     missing = [view.spelled(word) for word, expected in settings.items() if expected is not_ and view.found(word) is None]
     return " beside ".join(dict.fromkeys(lines)) + " without " * bool(missing) + " and ".join(dict.fromkeys(missing))
 
