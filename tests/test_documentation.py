@@ -166,7 +166,7 @@ COMMANDS_OF_PAGES = [command for page in read_pages() for command in page.comman
 def test_documented_launch_trains(launch: Command, documented: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(documented, tmp_path / "folder")
     for command in COMMANDS_OF_PAGES:
-        if "two.yaml" in launch.words and command.text.endswith("--output two.yaml"):
+        if "two.yaml" in launch.words and command.text.endswith("-o two.yaml"):
             assert hwopt(*arguments(command)[1:], cwd=folder).returncode == 0
     program, *words = arguments(launch)
     module = {"hwopt": "hwopt", "accelerate": "accelerate.commands.accelerate_cli"}[program]

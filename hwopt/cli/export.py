@@ -25,7 +25,7 @@ from hwopt.cli.options import begin, hardware_option, job_options, profile_optio
     metavar="FILE",
     help="With --to accelerate: point to this DeepSpeed JSON instead of listing its settings.",
 )
-@click.option("--output", type=Path, help="The file to write; default: the screen.")
+@click.option("-o", "--output", type=Path, help="The file to write; default: the screen.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def export(
     profile: str,

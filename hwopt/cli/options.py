@@ -80,7 +80,16 @@ trust_option = click.option(
 
 def set_option(text: str) -> Callable[[Command], Command]:
     """--set, described by `text`."""
-    return click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=f"{text}; repeatable.")
+    text = f"{text}; repeatable."
+    return click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", callback=with_tables, help=text)
+
+
+def with_tables(context: click.Context, option: click.Parameter, assignments: Sequence[str]) -> Sequence[str]:
+    """`assignments`. Raises BadParameter for a known key without its table, as in `learning_rate=1e-4`."""
+    for word, equals, _ in (each.partition("=") for each in assignments):
+        if equals and word.strip().isidentifier() and (instead := instead_of_option(word.strip())):
+            raise click.BadParameter(f"{word}: expected a dotted key. Give {instead}.")
+    return assignments
 
 
 def source_options(command: Command) -> Command:

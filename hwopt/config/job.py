@@ -220,7 +220,8 @@ def load_job(path: Path, assignments: Sequence[str] = (), read: Callable[[Path],
     if kind == "folder":
         raise InputError(f"{path}: is a folder; give the job's TOML file, such as {path / 'job.toml'}")
     if kind == "missing":
-        raise InputError(f"{path}: no such job file; give a TOML file, or leave it out for the embedded demo")
+        near = nearest(path.stem, (each.stem for each in path.parent.glob("*.toml"))).replace("'?", ".toml'?")
+        raise InputError(f"{path}: no such job file.{near} Give a TOML file, or omit it for ./job.toml, else the embedded demo")
     if path.suffix.lower() in DATA_EXTENSIONS:
         raise InputError(
             f"{path}: is not a job, which is a TOML file. If it holds your data, write a job for it: hwopt init {path}"
@@ -256,11 +257,10 @@ def without_alternatives(document: Document, assignments: Sequence[str]) -> Docu
 def make_job(document: Document, assignments: Sequence[str] = ()) -> JobFile:
     known = (*TABLES, "plugins")
     for assignment in assignments:
-        table = parse_assignment(assignment)[0][0]
+        table = (key := parse_assignment(assignment)[0])[0]
         if table not in known:
-            raise InputError(
-                f"--set {table}…: there is no table {table!r}.{nearest(table, known)} It is one of: {listing(known)}"
-            )
+            near = nearest(table, known) or f" If it is a plugin: plugins.{'.'.join(key)}."
+            raise InputError(f"--set {table}…: there is no table {table!r}.{near} It is one of: {listing(known)}")
     document = with_assignments(without_alternatives(document, assignments), assignments, TABLES)
     job = validate(Job, document)
     assert job is not None  # without `problems`, validate raises

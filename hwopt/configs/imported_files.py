@@ -82,8 +82,10 @@ def write_imported(files: Imported, folder: Path) -> None:
     paths = {folder / "profile.toml": files.profile, folder / "job.toml": files.job}
     if path_kind(folder, "-o") not in ("folder", "missing"):
         raise InputError(f"-o {folder}: is not a folder; give another name")
-    if taken := [str(path) for path in paths if path_kind(path, "-o") != "missing"]:
-        raise InputError(f"{' and '.join(taken)}: exists; hwopt import overwrites no file. Give another folder with -o")
+    if taken := [path.name for path in paths if path_kind(path, "-o") != "missing"]:
+        raise InputError(
+            f"{' and '.join(taken)}: exist{'s' * (len(taken) == 1)}; hwopt import overwrites no file. Give another folder with -o"
+        )
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():

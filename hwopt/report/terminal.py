@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwopt.config.job_sources import described, shares_of
-from hwopt.report.sheet import Sheet, gib, value_text
+from hwopt.report.sheet import ABSENT, Sheet, gib, value_text
 from hwopt.report.status_line import LEAST, status_line
 from hwopt.text import printable, short_place
 
@@ -128,7 +128,10 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], folded: int | N
 
 
 def show_sheet(console: Console, sheet: Sheet) -> None:
-    """Print a sheet, or one block of lines per row if the terminal is too narrow. A cell is never cut."""
+    """Print a sheet, or one block of lines per row if the terminal is too narrow. A cell is never cut.
+
+    Blocks leave out empty cells, and in a sheet with a column of remarks, the folded one, those of absent values.
+    """
     cells = [[printable(cell) for cell in row] for row in sheet.rows]
     widths = [max(map(cell_len, column)) for column in zip(sheet.columns, *cells, strict=True)]
     if sheet.folded is not None:
@@ -139,8 +142,9 @@ def show_sheet(console: Console, sheet: Sheet) -> None:
         for heading, *values in cells:
             console.print(Text(heading, style="bold"))
             for column, value in zip(sheet.columns[1:], values, strict=True):
-                line = Text.assemble((f"{column}: " if column else "", "default"), (value, STYLES.get(value, "")))
-                console.print(Padding(line, (0, 0, 0, 2)))
+                if value and (value != ABSENT or sheet.folded is None):
+                    line = Text.assemble((f"{column}: " if column else "", "default"), (value, STYLES.get(value, "")))
+                    console.print(Padding(line, (0, 0, 0, 2)))
     if sheet.note:
         say(console, "note", sheet.note)
 

@@ -114,6 +114,16 @@ def test_memory_has_no_line_for_a_part_without_a_byte() -> None:
     assert "optimizer state" in shown
 
 
+def test_blocks_leave_out_what_is_absent() -> None:
+    sheet = Sheet(
+        ("variant", "time/step", "speed", "note"),
+        [("baseline", "14 ms", "1", ""), ("profile", "-", "-", "not measured")],
+        folded=3,
+    )
+    shown = printed(lambda console: show_sheet(console, sheet), 24)
+    assert shown.splitlines() == ["baseline", "  time/step: 14 ms", "  speed: 1", "profile", "  note: not measured"]
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_match_the_golden_files(table: Callable[[Terminal], None]) -> None:
     path, made = GOLDEN / f"{table.__name__}-80.txt", printed(table, 80)
