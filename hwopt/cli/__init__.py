@@ -163,10 +163,12 @@ def run_command(typed: list[str]) -> int:
         with contextlib.suppress(OSError):  # a full disk must not hide the exit code
             error.show()
         return error.exit_code
-    except click.Abort:  # click's form of KeyboardInterrupt, which has shown it
+    except click.Abort as error:  # click's form of KeyboardInterrupt, which the terminal has shown as ^C
         from hwopt.runs.rank_errors import report_error
 
-        report_error(130, ENDINGS[130])
+        message = str(error.__cause__ or "")
+        if not report_error(130, message or ENDINGS[130]) and message:
+            click.echo(folded(printable(message), sys.stderr), err=True)
         return 130
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):

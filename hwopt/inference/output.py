@@ -69,8 +69,8 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
                 writer.close()
                 if not started:
                     staging.unlink()
-            if started and isinstance(error, HwoptError):
-                error.args = (f"{error}. The rows until then are in {staging}",)
+            if started and isinstance(error, HwoptError | KeyboardInterrupt):
+                error.args = (f"{str(error) or 'interrupted'}. The rows until then are in {staging}",)
             raise
         writer.close()
         staging.replace(path)

@@ -171,8 +171,14 @@ def test_running_out_of_memory_halves_the_batch(classifier: Path, tmp_path: Path
     assert not list(tmp_path.glob("none*"))
 
 
+@pytest.mark.parametrize(("error", "code"), [(DoesNotFitError("A single row does not fit"), 7), (KeyboardInterrupt(), 130)])
 def test_rows_that_are_done_stay_if_a_later_window_fails(
-    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    classifier: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = write_samples(tmp_path / "in.jsonl", 10, seed=3)
     monkeypatch.setattr(TextPredictor, "window_batches", 1)
@@ -180,14 +186,15 @@ def test_rows_that_are_done_stay_if_a_later_window_fails(
 
     def failing(*arguments: Any) -> Any:
         if arguments[-1].start == 8:
-            raise DoesNotFitError("A single row does not fit")
+            raise error
         return windows(*arguments)
 
     monkeypatch.setattr(predict_module, "predict_window", failing)
-    with pytest.raises(DoesNotFitError, match=r"The rows until then are in .*out\.partial\.jsonl"):
-        api.predict(classifier, str(source), tmp_path / "out.jsonl", batch_size=4)
+    output = tmp_path / "out.jsonl"
+    assert run_command(["predict", str(classifier), str(source), "-o", str(output), "--batch-size", "4"]) == code
+    assert f". The rows until then are in {tmp_path / 'out.partial.jsonl'}\n" in capsys.readouterr().err
     assert len(rows_of(tmp_path / "out.partial.jsonl")) == 8
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not output.exists()
 
 
 def test_inference_has_the_precision_and_attention_of_the_run(classifier: Path, tmp_path: Path) -> None:
