@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from typing import Any
 
@@ -41,7 +42,9 @@ def show(name: str, format_: str) -> None:
     from hwopt.planning.inputs import Inputs
 
     files = profile_files()
-    if name not in files and not name.endswith(".toml"):
+    if name == "auto":
+        raise InputError("auto is the profile that fits a machine: `hwopt plan --profile auto` names the one of this machine")
+    if name not in files and not os.path.isfile(name):
         raise InputError(f"no profile {name[:60]!r} is installed.{nearest(name, files)} `hwopt profiles` lists all")
     profile = Inputs().profile(name)
     data = profile.document.data

@@ -39,6 +39,8 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "--profile", "rtx3070_8gb", "--strict"], 3, "--strict: plugin 'tf32'"),
         (["plan", "--profile", "cpu", "--nodes", "2"], 2, "--nodes 2: one rank .* multiple of 2 as"),
         (["trian"], 2, "Did you mean"),
+        (["profiles", "show", "auto"], 2, "`hwopt plan --profile auto` names the one of this machine"),
+        (["profiles", "show", "cpu_tuned.toml"], 2, "no profile 'cpu_tuned.toml' is installed"),
         (["run", "--learning-rate", "1"], 2, "Give --set training.learning_rate=VALUE"),
         (["run", "--per_device_train_batch_size", "4"], 2, "Give --set plugins.batch.train=VALUE"),
         (["run", "--set", "learning_rate=1"], 2, "'--set': learning_rate: .* Give --set training.learning_rate=VALUE"),
