@@ -29,6 +29,11 @@ def cut(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def millions(number: int) -> str:
+    """`number` in millions, as "109.5 M"; a smaller one in full."""
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+
+
 def printable(text: str) -> str:
     """`text` with control characters, escape sequences and bidirectional marks spelled out; line breaks and tabs stay.
 

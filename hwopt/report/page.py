@@ -25,7 +25,7 @@ from hwopt.report.comparison import (
 )
 from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
 from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
-from hwopt.text import cut, printable
+from hwopt.text import cut, millions, printable
 
 MAX_VALUE, MAX_NAME = 160, 60  # characters of a cell, and of the first cell of a row
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
@@ -118,7 +118,7 @@ def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     hardware, model, batch, data = plan["hardware"], plan["model"], plan["batch"], plan["job"].get("data", {})
     yield "profile", plan["profile"]
     yield "hardware", f"{hardware.get('name')}, {hardware.get('memory_gib')} GiB"
-    yield "model", f"{model.get('architecture')}, {model.get('parameters', 0) / 1e6:,.1f} M parameters ({model.get('name')})"
+    yield "model", f"{model.get('architecture')}, {millions(model.get('parameters', 0))} parameters ({model.get('name')})"
     yield "task", plan["job"].get("task", {}).get("kind", "")
     yield "data", f"{data.get('train')}" + (f", {record.last['samples']:,} samples" if record.last else "")
     yield "batch", f"{batch.get('step')} rows a step, micro-batches of up to {batch.get('train')} rows"

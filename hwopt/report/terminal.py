@@ -20,7 +20,7 @@ from rich.text import Text
 from hwopt.config.job_sources import described, shares_of
 from hwopt.report.sheet import ABSENT, Sheet, gib, value_text
 from hwopt.report.status_line import LEAST, status_line
-from hwopt.text import printable, short_place
+from hwopt.text import millions, printable, short_place
 
 if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
@@ -64,9 +64,7 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     show_verdict(console, plan)
     say(console, "profile", " — ".join(filter(None, (plan.profile.name, plan.profile.content.summary))))
     say(console, "hardware", describe_device(plan.hardware))
-    number = plan.model.parameters
-    count = f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
-    say(console, "model", f"{plan.model.architecture}, {count} parameters ({plan.job.model.label})")
+    say(console, "model", f"{plan.model.architecture}, {millions(plan.model.parameters)} parameters ({plan.job.model.label})")
     sizes, world = plan.batch, plan.world_size
     micro = f"micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval_rows()}"
     say(console, "batch", f"{sizes.step} rows a step{f' on {world} ranks' if world > 1 else ''}, {micro}")

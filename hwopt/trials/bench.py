@@ -16,7 +16,7 @@ from hwopt.memory.planned import resolve as resolve_plan
 from hwopt.planning.inputs import Inputs, refuse_missing_data
 from hwopt.planning.plan import Plan
 from hwopt.system.cache import cache_folder
-from hwopt.text import cut
+from hwopt.text import cut, millions
 from hwopt.trials.benchmark import Bench, BenchEffort, Benchmark
 from hwopt.trials.trial import MEMORY_KINDS, TrialProgress, Variant, launching
 from hwopt.trials.variants import BASELINE, Contest, contest_of, planned_variants
@@ -66,7 +66,7 @@ def facts(contest: Contest, plans: Mapping[str, Plan], effort: BenchEffort) -> d
     amount = f"{effort.seconds:g} s of training" if effort.steps is None else f"{effort.steps} steps"
     packages = [f"{name} {plan.software[name]}" for name in ("torch", "transformers", "accelerate") if name in plan.software]
     return {
-        "job": f"{plan.job_name}: {plan.model.architecture}, {plan.model.parameters / 1e6:,.1f} M parameters",
+        "job": f"{plan.job_name}: {plan.model.architecture}, {millions(plan.model.parameters)} parameters",
         "profile": plan.profile.name + (f" with {', '.join(assignments)}" if assignments else ""),
         "baseline": without if baseline == contest.profile.profile else baseline,
         "machine": hardware.name + (f", {hardware.cpu_cores} cores" if hardware.device_type == "cpu" else ""),

@@ -118,6 +118,11 @@ def test_page_shows_what_limits_the_speed_and_the_parts_of_a_step(tmp_path: Path
     assert "speed ✓ good compute-bound" in text_of(well)
 
 
+def test_a_small_model_has_its_parameters_in_full(tmp_path: Path) -> None:
+    page = page_of([record_of(tmp_path / "run", log_rows(3), plan=changed(PLAN, model__parameters=41_210))])
+    assert "41,210 parameters" in page
+
+
 def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:
     text = text_of(page_of([one_run(tmp_path / "run", memory=HELD)]))
     assert "peak of the process (resident) - 3.50 GiB" in text
