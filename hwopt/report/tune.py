@@ -9,6 +9,7 @@ from rich.text import Text
 
 from hwopt.records.throughput import Unit
 from hwopt.report.sheet import ABSENT, gib, known
+from hwopt.report.status_line import folded
 from hwopt.report.terminal import say
 from hwopt.text import printable
 from hwopt.trials.tuning import TrialRow, TuneResult, rate_text, ratio_text
@@ -30,7 +31,8 @@ def show_trial(console: Console, row: TrialRow) -> None:
 
 def show_cells(console: Console, cells: Sequence[str], style: str) -> None:
     number, rate, ratio, memory, setting = map(printable, cells)
-    console.print(Text(f"{number:>5}  {rate:>13}  {ratio:>12}  {memory:>10}  {setting}", style=style))
+    before = f"{number:>5}  {rate:>13}  {ratio:>12}  {memory:>10}  "
+    console.print(Text(folded(before + setting, console.file, " " * len(before)), style=style), soft_wrap=True)
 
 
 def show_result(console: Console, result: TuneResult) -> None:

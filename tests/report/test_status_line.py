@@ -9,6 +9,8 @@ from rich.progress import Progress
 
 from hwopt.report.status_line import CLEAR_LINE, StatusLine, status_line
 from hwopt.report.terminal import Terminal
+from hwopt.report.tune import show_trial
+from hwopt.trials.tuning import TrialRow
 
 
 class FakeTerminal(io.StringIO):
@@ -60,3 +62,12 @@ def test_without_a_terminal_only_announced_lines_are_printed(term: str, monkeypa
     line.announce("loading torch")
     line.clear()
     assert stream.getvalue() == "loading torch …\n"
+
+
+def test_settings_of_a_trial_break_below_their_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = FakeTerminal()
+    settings = "length_batching off, dataloader.num_workers = 1"
+    show_trial(Terminal(file=terminal, color_system=None), TrialRow(4, settings, (), 33_864.0, "tokens", 0.59, None))
+    first, second = terminal.getvalue().splitlines()
+    assert first.index("length_batching") == second.index("dataloader") == 48
