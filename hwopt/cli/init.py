@@ -12,6 +12,7 @@ import rich_click as click
 
 from hwopt.cli.options import announce_loading
 from hwopt.errors import HwoptError, InputError
+from hwopt.report.status_line import folded
 from hwopt.system.paths import refuse_output, write_text
 from hwopt.text import first_line, printable
 
@@ -82,7 +83,9 @@ class Questions:
     def choice(self, what: str, proposed: str, accepted: Sequence[str], show: bool = True) -> str:
         if not self.ask:
             return proposed
-        return str(click.prompt(what, default=proposed, type=click.Choice(accepted), show_choices=show))
+        choices = f" ({', '.join(accepted)})" if show else ""
+        asked = folded(f"{what}{choices} [{proposed}]", sys.stdout)
+        return str(click.prompt(asked, default=proposed, type=click.Choice(accepted), show_choices=False, show_default=False))
 
     def number(self, what: str, proposed: int) -> int:
         return int(click.prompt(what, default=proposed, type=click.IntRange(min=2))) if self.ask else proposed
