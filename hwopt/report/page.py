@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hwopt.config.job_sources import MixedSource, described
 from hwopt.records.run_record import RunRecord, value_of
 from hwopt.report import charts
 from hwopt.report.charts import Chart, ChartScale, Series, line_chart
@@ -120,7 +121,11 @@ def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "hardware", f"{hardware.get('name')}, {hardware.get('memory_gib')} GiB"
     yield "model", f"{model.get('architecture')}, {millions(model.get('parameters', 0))} parameters ({model.get('name')})"
     yield "task", plan["job"].get("task", {}).get("kind", "")
-    yield "data", f"{data.get('train')}" + (f", {record.last['samples']:,} samples" if record.last else "")
+    train = data.get("train") or ""
+    sources = (
+        train if isinstance(train, str) else tuple(MixedSource(**each) if isinstance(each, dict) else each for each in train)
+    )
+    yield "data", described(sources) + (f", {record.last['samples']:,} samples" if record.last else "")
     yield "batch", f"{batch.get('step')} rows a step, micro-batches of up to {batch.get('train')} rows"
     yield "folder", str(record.folder)
 

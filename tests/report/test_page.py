@@ -123,6 +123,19 @@ def test_a_small_model_has_its_parameters_in_full(tmp_path: Path) -> None:
     assert "41,210 parameters" in page
 
 
+@pytest.mark.parametrize(
+    ("train", "shown"),
+    [
+        ("a.csv", "a.csv"),
+        (["a.csv", "b.csv"], "a.csv, b.csv"),
+        ([{"path": "a.csv", "weight": 3.0, "split": None}, {"path": "b", "weight": 1.0, "split": "c"}], "75.0% a.csv, 25.0% b"),
+    ],
+)
+def test_data_of_a_run_are_named_as_on_the_screen(train: Any, shown: str, tmp_path: Path) -> None:
+    page = page_of([record_of(tmp_path / "run", log_rows(3), plan=changed(PLAN, job__data={"train": train}))])
+    assert f"<dt>data</dt><dd>{shown}, " in page
+
+
 def test_memory_of_a_cpu_run_is_not_split(tmp_path: Path) -> None:
     text = text_of(page_of([one_run(tmp_path / "run", memory=HELD)]))
     assert "peak of the process (resident) - 3.50 GiB" in text
