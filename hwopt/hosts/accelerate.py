@@ -11,6 +11,7 @@ import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import parse_flag_from_env
+from torch.nn.utils import skip_init
 from torch.utils.data import DataLoader
 
 from hwopt.errors import InputError
@@ -56,8 +57,9 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
         if not self.hwopt_own_precision:
             # the device decides the precision; the model is not known yet
+            unknown = skip_init(torch.nn.Linear, 1, 1)  # draws no random numbers: the script's model may be made later
             on_cpu = bool(named.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
-            found = planned(profile, torch.nn.Linear(1, 1), ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
+            found = planned(profile, unknown, ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
         super().__init__(**named)
         self.dataloader_config.non_blocking |= self.device.type == "cuda"

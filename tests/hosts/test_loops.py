@@ -378,6 +378,13 @@ def test_arguments_of_accelerate_may_be_positional() -> None:
     assert hwopt.Accelerator(True, False, "no", cpu=True, profile="cpu").mixed_precision == "no"
 
 
+def test_accelerator_draws_no_random_numbers_of_the_script() -> None:
+    reset()
+    before = torch.get_rng_state()
+    hwopt.Accelerator(profile="cpu", cpu=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("profile", ["auto", "rtx3090_24gb"])
 def test_plan_for_the_cpu_of_a_machine_with_a_card_says_why(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
