@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Trainer
 import hwopt
 from hwopt.errors import InputError, PluginError
 from hwopt.hardware.device import described
+from hwopt.hardware.layer_speed import LayerSpeed
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun
 
@@ -299,6 +301,17 @@ def test_precision_of_the_script_wins(capsys: pytest.CaptureFixture[str]) -> Non
     assert "mixed_precision = 'no' of your script" in capsys.readouterr().out
 
 
+def test_model_that_the_cpu_computes_faster_in_fp32_is_trained_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = hwopt.Accelerator(cpu=True, profile="cpu")
+    assert accelerator.mixed_precision == "bf16"  # before the model is known
+    speed = LayerSpeed(token_seconds=1e-4, micro_batch_seconds=3e-3, bf16_ratio=1.3)
+    monkeypatch.setattr("hwopt.hosts.script_plan.with_layer_speed", lambda hardware, *_: replace(hardware, layer=speed))
+    model = accelerator.prepare(bert())
+    assert model(**batches()[0]).logits.dtype == torch.float32 == accelerator.unwrap_model(model).dtype
+    accelerator.end_training()
+    assert accelerator.mixed_precision == "no"
+
+
 def optimizers_of(model: Any) -> list[torch.optim.Optimizer]:
     """One for the head, one for the rest."""
     head = {id(parameter) for parameter in model.classifier.parameters()}
@@ -379,7 +392,6 @@ def test_arguments_of_accelerate_may_be_positional() -> None:
 
 
 def test_accelerator_draws_no_random_numbers_of_the_script() -> None:
-    reset()
     before = torch.get_rng_state()
     hwopt.Accelerator(profile="cpu", cpu=True)
     assert torch.equal(torch.get_rng_state(), before)
