@@ -89,7 +89,7 @@ class Accelerator(accelerate.Accelerator):
     def _first_prepared(self, model: Any, objects: tuple[Any, ...], named: dict[str, Any]) -> Any:
         session = self.hwopt_session = self._session_for(model, objects)
         fitted = session.apply_to(model)
-        if self.native_amp and self.device.type == "cpu" and session.run.recipe.accelerator.get("mixed_precision") == "no":
+        if self.device.type == "cpu" and session.run.recipe.accelerator.get("mixed_precision") == "no":
             self.native_amp, self.state._mixed_precision = False, "no"  # this model's layers are faster in fp32
         prepared = super().prepare(*(fitted if each is model else each for each in objects), **named)
         run = session.run
