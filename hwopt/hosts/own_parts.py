@@ -161,7 +161,7 @@ class OwnMetrics(LossMetrics):
         added = torch.zeros_like(self._values)
         added[0] = rows
         for number, (name, function) in enumerate(self.functions.items(), 1):
-            values = function(outputs, targets)
+            values = torch.as_tensor(function(outputs, targets))
             if values.shape != (rows,):
                 raise InputError(f"metrics[{name!r}]: expected a value for each row, ({rows},), got {tuple(values.shape)}")
             added[number] = values.double().sum()
