@@ -64,7 +64,7 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
-        ({"metric_for_best_model": lambda name: str(name).removeprefix("eval_") not in MEASURED, "compute_metrics": False,
+        ({"metric_for_best_model": lambda name: not str(name or "loss").endswith(MEASURED), "compute_metrics": False,
           "eval_strategy": EVALUATES}, "give the trainer a function compute_metrics that returns it"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
         *(({"from_pretrained.device_map": OVER_CARDS, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
