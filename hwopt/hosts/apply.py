@@ -195,7 +195,8 @@ class Changes:
         modules = list(model.modules())
         configs = {id(each.config): each.config for each in modules if hasattr(each, "config")}
         self.tables = [vars(each) for each in (*modules, *configs.values())]
-        self.tables += [value for table in self.tables for name, value in table.items() if name.endswith("_hooks")]
+        values = [each for table in self.tables for each in table.items()]
+        self.tables += [value for name, value in values if name.endswith("_hooks") and isinstance(value, dict)]
         self.before = [dict(table) for table in self.tables]
         self.changed: list[tuple[dict[Any, Any], Any, Any, Any]] = []  # (table, name, value before, value now)
 

@@ -25,6 +25,13 @@ def lora(**options: Any) -> Any:
     return get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
+def with_input_gradients() -> Any:
+    """A model that keeps a list of its own hooks, as under checkpointing of the Trainer."""
+    model = llama()
+    model.enable_input_require_grads()
+    return model
+
+
 def with_head() -> Any:
     """A model whose output layer the user's adapter trains."""
     return lora(target_modules=["q_proj", "lm_head"])
@@ -56,7 +63,12 @@ def entry(trainer: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("make", "limit", "changes"),
-    [(llama, None, {}), (llama, 150, {}), (partial(lora, target_modules="all-linear"), None, {})],
+    [
+        (llama, None, {}),
+        (llama, 150, {}),
+        (with_input_gradients, None, {}),
+        (partial(lora, target_modules="all-linear"), None, {}),
+    ],
 )
 def test_losses_and_norms_are_those_of_whole_logits(
     make: Any, limit: int | None, changes: dict[str, Any], tmp_path: Path
