@@ -262,5 +262,6 @@ def sent(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """`inputs` on `device`, by copies that do not wait for a GPU: those from pinned memory."""
     if device.type != "cuda":
         return dict(inputs)
-    pinned = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    on_host = {key for key, value in inputs.items() if isinstance(value, Tensor) and value.device.type == "cpu"}
+    pinned = {key: value.pin_memory() if key in on_host else value for key, value in inputs.items()}
     return dict(send_to_device(pinned, device, non_blocking=True))

@@ -86,9 +86,8 @@ def lacks_of(trainer: type, args: Any, given: Mapping[str, Any]) -> dict[str, st
         found |= dict.fromkeys(("optimizer", "optimizer_wraps"), optimizer)
     if loader := overridden(trainer, OWN_LOADER):
         found["loader"] = f"{loader} makes the DataLoader"
-    dataset = given.get("train_dataset")  # those of the library datasets share their rows among workers themselves
-    if isinstance(dataset, torch.utils.data.IterableDataset) and type(dataset).__module__.partition(".")[0] != "datasets":
-        found["loader"] = "each worker would repeat your IterableDataset; set dataloader_num_workers where it shares its rows"
+    if isinstance(given.get("train_dataset"), torch.utils.data.IterableDataset):
+        found["loader"] = "workers may repeat rows of your IterableDataset, or change their order; set dataloader_num_workers"
     if passes := own_passes(trainer, args, given):
         found["forward_backward"] = passes
     if loss := own_loss(trainer, args, given):
