@@ -11,6 +11,7 @@ from pretend_cuda.counters import Counts, counting
 from programs import program
 
 import hwopt
+from hwopt.hosts.collated import sent
 
 pytestmark = [
     pytest.mark.device("pretend"),
@@ -68,3 +69,8 @@ def test_accumulated_batch_launches_as_many_kernels_as_the_script_and_waits_less
     reset()
     assert changed["launch"] == plain["launch"]
     assert changed.waits < plain.waits
+
+
+def test_batch_of_a_stream_that_is_on_the_card_already_stays_there() -> None:
+    ids = torch.ones(2, 4, dtype=torch.long, device="cuda")
+    assert sent({"input_ids": ids}, torch.device("cuda"))["input_ids"].data_ptr() == ids.data_ptr()
