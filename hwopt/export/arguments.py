@@ -67,6 +67,11 @@ def left_out(plan: Plan, given: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key of the job that changes what is trained, and that none of the arguments `given` says."""
     data, loss = plan.job.data, plan.job.task.loss_changes
     said = {"label_smoothing": "label_smoothing_factor", "blocks": "packing"}
+    if (parts := given.get("gradient_accumulation_steps", 1)) > 1 and not plan.context.task.decoder:
+        yield (
+            f"left out trainer.model_accepts_loss_kwargs = False, which your trainer needs: the loss of most such models, as of "
+            f"BERT, is the mean of a micro-batch, and transformers would add {parts} of them in a step"
+        )
     for key in loss:
         if said.get(key) not in given:
             yield f"left out task.{key}: no argument says it. The loss differs, unless your compute_loss_func does the same"
@@ -144,7 +149,8 @@ def decision_line(entry: PluginDecision, plan: Plan, words: Mapping[str, Any]) -
         said.append(f"for from_pretrained (hwopt.model_kwargs): {', '.join(own)}")
     wrote = [key for key in plan.recipe.training if plan.recipe.author_of(f"training[{key!r}]") == entry.author]
     if wrote:
-        said.append(f"{', '.join(wrote)} is among the arguments")
+        used = [key for key in wrote if getattr(plan.training, key, None) is not None]
+        said.append(f"{', '.join(used)} is among the arguments" if used else f"the job has its own instead of {', '.join(wrote)}")
     status = entry.decision if said else "left out"
     return f"{status:8} {entry.name}: {'; '.join(said) or 'no argument says it; for hwopt.optimized see docs/your-script.md'}"
 

@@ -112,11 +112,14 @@ def test_arguments_file_names_what_it_leaves_out_of_the_loss(tmp_path: Path) -> 
     rows = write_samples(tmp_path / "train.jsonl", 8)
     classes = {"kind": "text-classification", "label_smoothing": 0.1, "class_weights": "balanced"}
     tables = {"model": {"config": TINY_BERT}, "data": {"train": str(rows)}, "task": classes}
-    plan = plan_for(tiny_profile(), make_job(Document("a job", tables)))
+    job = make_job(Document("a job", tables))
+    plan = plan_for(tiny_profile(), job)
     text = exported(plan, "trainer")
     assert "left out task.class_weights" in text
     assert "label_smoothing_factor=0.1" in text
     assert "task.label_smoothing" not in text
+    assert "trainer.model_accepts_loss_kwargs = False, which your trainer needs" in " ".join(text.split())
+    assert "model_accepts_loss_kwargs" not in exported(plan_for(tiny_profile(batch={"train": 8}), job), "trainer")
     with pytest.raises(InputError, match=r"task\.class_weights: has no code"):
         exported(plan, "script")
 
