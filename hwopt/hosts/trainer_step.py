@@ -239,14 +239,15 @@ class TrainerStep:
 
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
         self.passes.begin(model, compute, count)
-        total: Any = 0
-        plain = len(parts) > 1 and self.run.forward_backward is self.passes
-        with weights_cast_once(inner(model), self.run.device) if plain else nullcontext():
+        total = None
+        plain = self.run.forward_backward is self.passes
+        with weights_cast_once(inner(model), self.run.device) if plain and len(parts) > 1 else nullcontext():
             for number, part in enumerate(parts):
                 loss = self.run.forward_backward(part, number == 0, number == len(parts) - 1, not_timed)
                 if part.weight:  # the mean over no label is not a number
-                    total = total + loss
-        return total if any(part.weight for part in parts) else loss
+                    own = loss if plain else loss.clone()  # the plan's passes may write each loss to the same memory
+                    total = own if total is None else total + own
+        return loss if total is None else total
 
     def _merge_metrics(self, before: Mapping[str, Any], parts: list[CollatedPart]) -> list[str]:
         """Log for each batch of the step what TRL logged for each micro-batch; `before`: its counters before the step.
