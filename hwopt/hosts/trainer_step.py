@@ -42,6 +42,7 @@ ROW_MEANS = ("rewards/", "logps/", "mean_reward", "accuracy", "margin")
 TOTAL = ("_total_train_tokens", "num_tokens")
 """What TRL counts since the start over all ranks: the attribute, and the name in its log."""
 COUNT = "num_items_in_batch"
+APART = "the losses of parts of the first batch do not add up to it"
 
 
 class TrainerPasses(ForwardBackward):
@@ -128,8 +129,9 @@ class TrainerStep:
         # all ranks split their steps, or none does
         if found.law is not None and self._sums([float(rows == 0)])[0]:
             found = Additivity(None, f"{unsliceable(first)} of a batch may not have one entry for each row")
-        if found.law is not None and self._sums([float(rows >= 2 and not self._agrees(model, first, found))])[0]:
-            found = Additivity(None, f"{found.reason}, and yet the losses of parts of the first batch do not add up to it")
+        doubt = self._doubt(model, first, found) if found.law is not None and rows >= 2 else ""
+        if found.law is not None and self._sums([float(bool(doubt))])[0]:
+            found = Additivity(None, f"{found.reason}, and yet {doubt or APART}")
         self.law, self.run.forward_backward = found, self.passes
         if self.is_split:
             self.run.say(f"a step is split by length: {found.reason}")
@@ -172,8 +174,8 @@ class TrainerStep:
             return nullcontext()
         return mock.patch.multiple(self.trainer.accelerator, gather=own_values, gather_for_metrics=own_values)
 
-    def _agrees(self, model: Any, batch: Batch, law: Any) -> bool:
-        """Whether the losses of single rows of `batch` add up to the loss of the first ones, without dropout and gradients."""
+    def _doubt(self, model: Any, batch: Batch, law: Any) -> str:
+        """Why the loss of the first rows of `batch` is not that of single ones, without dropout and gradients; "" if it is."""
         trainer, counters = self.trainer, self._counters()
         few = probed_rows(batch, self._pad_id, law.pairs)
         rows = self._parts([few], law, cut_in_order, 1)
@@ -192,8 +194,11 @@ class TrainerStep:
         vars(trainer).update(counters)
         if not losses:
             self.run.say("the probe ran out of memory: it is not checked that the losses of rows add up to that of their batch")
-            return True
-        return adds_up(losses[0], losses[1:], [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision))
+            return ""
+        if not math.isfinite(losses[0]):
+            return f"the loss of the first batch is {losses[0]}"
+        weights, rough = [part.weight for part in rows], is_rough(trainer.accelerator.mixed_precision)
+        return "" if adds_up(losses[0], losses[1:], weights, rough) else APART
 
     @property
     def _pad_id(self) -> int | None:

@@ -194,6 +194,16 @@ def test_false_word_of_the_user_is_found_out(tmp_path: Path, capsys: pytest.Capt
     assert "do not add up" in capsys.readouterr().out
 
 
+def test_loss_that_is_not_a_number_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> Any:
+        model = bert()
+        torch.nn.init.constant_(model.classifier.weight, float("nan"))
+        return model
+
+    train(optimized(), tmp_path, make=broken, max_steps=1)
+    assert "and yet the loss of the first batch is nan" in capsys.readouterr().out
+
+
 def test_what_the_script_sets_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, _ = train(optimized(precision={"dtype": "fp32"}), tmp_path, max_steps=1, optim="adafactor", bf16=True)
     output = capsys.readouterr().out
