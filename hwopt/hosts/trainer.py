@@ -96,6 +96,8 @@ class OptimizedTrainer(Base):
         parents = type(self).__mro__[type(self).__mro__.index(OptimizedTrainer) + 1 :]
         given, settings = given_by_name(parents, positional, named), self._settings
         self._own_args = given.get("args") or default_arguments(type(self), given.get("model"))
+        if not isinstance(self._own_args, TrainingArguments):
+            raise InputError(f"args: expected TrainingArguments or a class of TRL, got {type(self._own_args).__name__}")
         self._args_seen = dict(vars(self._own_args))
         args = copy.copy(self._own_args)
         model = given.get("model")

@@ -516,6 +516,7 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         "has a plan already": lambda: hwopt.optimized(optimized()),
         "additive = 'mean': expected one of": lambda: optimized(additive="mean"),
         "needs model= or model_init=": lambda: optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True)),
+        "expected TrainingArguments or a class of TRL, got dict": lambda: optimized()(bert(), {"output_dir": "out"}),
         "no plugin 'length_batchin' is installed. Did you mean 'length_batching'": lambda: train(
             optimized(length_batchin=False), tmp_path
         ),
