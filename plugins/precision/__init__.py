@@ -133,6 +133,8 @@ class Precision(hw.Plugin):
         if requested == "auto" and dtype == "bf16" and ratio is not None:
             reason += f", and takes {ratio:.2f} times as long as fp32 for a layer of this size, measured here"
             dtype = "bf16" if ratio < WORTH_IT else "fp32"
+        elif requested == "auto" and dtype == "bf16" and hardware.device_type == "cpu" and not context.model.hidden_size:
+            dtype, reason = "fp32", f"{reason}, and the size of the model's layers is not known: bf16 may be slower"
         if options.level == "pure" and dtype == "fp16":
             to = options.changed(dtype=dtype, level="O2")
             return hw.Decision.fallback(to, f"pure needs bf16: {hardware.can('bf16').reason}; takes fp16 with fp32 masters (O2)")

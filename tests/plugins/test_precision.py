@@ -31,7 +31,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def decided(hardware, dtype="auto", model_type="bert", layers=12, **options):
-    facts = ModelFacts("a model", model_type, "", 10_000, layers)
+    facts = ModelFacts("a model", model_type, "", 10_000, layers, hidden_size=64)
     return Precision(Precision.Options(dtype=dtype, **options)).probe(Context(hardware, {}, facts, None))
 
 
