@@ -137,13 +137,13 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict
         if collate_fn is not torch.utils.data.default_collate:
             raise
         raise DataError(f"the rows of the dataset are of unequal size. {PADDING} ({first_line(error)})") from error
-    if not isinstance(batch, Mapping) or rows_of(batch) != rows:
-        shapes = {key: tuple(getattr(value, "shape", ())) for key, value in batch.items()} if isinstance(batch, Mapping) else ""
+    expected = f"expected a dict of tensors with an entry for each of {rows} rows, got {type(batch).__name__}"
+    if not isinstance(batch, Mapping):
+        raise DataError(f"collate_fn: {expected}. Pass a collate_fn that returns a dict, or a dataset whose rows are dicts")
+    if rows_of(batch) != rows:
+        shapes = {key: tuple(getattr(value, "shape", ())) for key, value in batch.items()}
         hint = f". {PADDING}" if collate_fn is torch.utils.data.default_collate else ""
-        raise DataError(
-            f"collate_fn: expected a dict of tensors with an entry for each of {rows} rows, got {type(batch).__name__} {shapes}. "
-            f"Return a dict, and leave out what has no entry for each row{hint}"
-        )
+        raise DataError(f"collate_fn: {expected} {shapes}. Leave out what has no entry for each row{hint}")
     return dict(batch)
 
 
@@ -262,8 +262,12 @@ class OwnTask(Task):
         if additive == "labels" and "labels" not in batch:
             raise DataError('additive = "labels": the batches of collate_fn have no "labels"')
         taken = inspect.signature(self.model.forward).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        starred = [key for key, each in taken.items() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        takes_all = any(taken[key].kind is inspect.Parameter.VAR_KEYWORD for key in starred)
         untaken = [key for key in batch if not (takes_all or key in taken)]
+        if lacking := [key for key in taken if taken[key].default is inspect.Parameter.empty and key not in {*batch, *starred}]:
+            where = f"{type(self.model).__name__}.forward() needs {lacking[0]!r}"
+            raise InputError(f"{where}, and the batches of collate_fn have {listing(list(map(repr, batch)))}: give both one name")
         if self.own_loss is not None:
             self.unread = frozenset([*untaken, "labels"])
         elif untaken:

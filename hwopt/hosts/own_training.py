@@ -54,6 +54,10 @@ def train_own(
     Raises InputError for a loss that `additive` does not describe, and as `hwopt.resolve` and `hwopt.execute` do.
     """
     refuse_prepared(model)
+    if rows < 1:
+        raise InputError(f"rows = {rows}: expected the rows of an optimizer step, at least 1")
+    if metrics and eval_dataset is None:
+        raise InputError("metrics are those of an evaluation: pass eval_dataset too")
     world = rank_and_world(os.environ)[1]
     if additive == "labels" and world > 1:
         raise InputError('additive = "labels" needs the labels of the other ranks, which one rank does not know: use one rank')

@@ -1,6 +1,7 @@
 """`hwopt.train(profile, model=module, …)`: the steps of a bare loop, retry and resume with equal bits, and refused losses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hosts.scripts import llama, padded, rows
 import hwopt
 from hwopt.api import Target
 from hwopt.errors import DataError, InputError
+from hwopt.hosts.script_plan import Script, plan_for
 
 OPTIONS: dict[str, Any] = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}, "schedule": False}
 STEPS = {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.0}
@@ -123,6 +125,12 @@ def test_metrics_are_means_over_all_rows_of_the_evaluation_and_the_best_weights_
     assert (tmp_path / "own" / "final" / "model.safetensors").is_file()
 
 
+def test_precision_is_full_where_no_layer_was_measured() -> None:
+    entries = plan_for(Net(), "cpu", Script(16, 16, {}), {}).plan.entries
+    reason = next(entry.reason for entry in entries if entry.name == "precision")
+    assert re.match("fp32: .* not known", reason)
+
+
 def test_resumed_run_draws_the_same_random_rows_and_dropout(tmp_path: Path) -> None:
     wanted, _ = train(tmp_path, Net(0.2), train_dataset=Points(0.5))
     calls = iter(range(10**6))
@@ -150,6 +158,10 @@ def test_resumed_run_draws_the_same_random_rows_and_dropout(tmp_path: Path) -> N
         ({"collate_fn": lambda rows: [row["x"] for row in rows]}, DataError, "expected a dict of tensors"),
         ({"train_dataset": [{"x": torch.ones(number)} for number in range(1, 9)]}, DataError, "unequal size. Pass a collate_fn"),
         ({"train_dataset": [{"x": [1.0] * 8}] * 8}, DataError, "an entry for each of 8 rows.* Pass a collate_fn that pads"),
+        ({"train_dataset": [(torch.ones(8), 1)] * 8}, DataError, "got list. Pass a collate_fn that .*whose rows are dicts"),
+        ({"model": torch.nn.Sequential(torch.nn.Linear(8, 3))}, InputError, "forward.. needs 'input', .* have 'x', 'lab"),
+        ({"rows": 0}, InputError, "rows = 0: expected the rows of an optimizer step"),
+        ({"metrics": {"accuracy": correct}, "eval_dataset": None}, InputError, "pass eval_dataset too"),
         ({"train_dataset": iter(())}, InputError, "needs __len__ and __getitem__"),
         ({"train_dataset": None}, InputError, "needs __len__ and __getitem__; NoneType"),
         ({"loss": None}, InputError, "Net.forward.. takes no 'labels': without loss= the model computes the loss"),
