@@ -15,6 +15,7 @@ from torch.nn.utils import skip_init
 from torch.utils.data import DataLoader
 
 from hwopt.errors import InputError
+from hwopt.hardware.layer_speed import LARGEST
 from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.collated import Batch, CollatedPart
 from hwopt.hosts.limits import engine_lacks
@@ -25,6 +26,7 @@ from hwopt.training.listener import Listener
 
 OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 """Arguments of Accelerate's class that bring an engine, which owns model, optimizer and step."""
+WIDE = LARGEST + 1  # a layer that is not measured: the device decides
 ROWS = 8  # rows of a batch where no loader says a number
 
 
@@ -57,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
         if not self.hwopt_own_precision:
             # the device decides the precision; the model is not known yet
-            unknown = skip_init(torch.nn.Linear, 1, 1)  # draws no random numbers: the script's model may be made later
+            unknown = skip_init(torch.nn.Linear, WIDE, WIDE)  # draws no random numbers: the script's model may be made later
             on_cpu = bool(named.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
             found = planned(profile, unknown, ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")

@@ -202,6 +202,7 @@ def facts_of_model(model: Any, adapter: bool = False) -> ModelFacts:
         frozen=frozen,
         layers=max((len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList)), default=0),
         logit_transform="is not a model of transformers",
+        hidden_size=max((min(each.weight.shape) for each in model.modules() if isinstance(each, torch.nn.Linear)), default=0),
     )
 
 
