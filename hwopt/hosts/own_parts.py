@@ -27,7 +27,7 @@ from hwopt.data.batches.step_batch import MicroBatch, Part, Step, StepBatch
 from hwopt.errors import DataError, InputError
 from hwopt.hosts.additivity import LAWS, Law, device_of, refuse_other_laws, shifts_labels, without_dropout
 from hwopt.hosts.collated import labels_in, labels_of, lengths_of, rows_of, sliced
-from hwopt.hosts.probe import PROBED_ROWS, is_rough, laws_that_agree, pad_id_of, probed_rows, without_zeros
+from hwopt.hosts.probe import PROBED_ROWS, disturbed, is_rough, laws_that_agree, pad_id_of, probed_rows
 from hwopt.hosts.script_plan import transformers_model
 from hwopt.tasks.base import Task
 from hwopt.tasks.metrics import LossMetrics, over_ranks
@@ -281,7 +281,7 @@ class OwnTask(Task):
         known: list[tuple[Law, bool]] = [("rows", False), ("sum", False)]
         if "labels" in batch:
             known += [("labels", shifted) for shifted in ([self.shifted] if self.own_loss is None else [False, True])]
-        with torch.no_grad(), seeded(self.seed), without_dropout(self.model), without_zeros(self.model):
+        with torch.no_grad(), seeded(self.seed), without_dropout(self.model), disturbed(self.model):
             few = probed_rows(batch, pad_id_of(getattr(transformers_model(self.model), "config", None)))
             near = dict(reversed(laws_that_agree(loss_of, few, known, is_rough())))
         seen = f" {rows} rows of your data agree with {listing([repr(law) for law in LAWS if law in near])}." if near else ""

@@ -68,22 +68,24 @@ def laws_that_agree(
 
 
 @contextmanager
-def without_zeros(model: torch.nn.Module) -> Iterator[None]:
-    """`model` with small random numbers inside in the parameters that are all zero, as a new head or a new adapter may be.
+def disturbed(model: torch.nn.Module) -> Iterator[None]:
+    """`model` with random numbers added to what trains and is a vector, or all zero, as a new head or a new adapter may be.
 
-    With them all rows have one loss, or a policy is its reference, and each law seems to hold.
+    With zeros all rows have one loss; a model that is its own teacher or reference has no KL term. Then each law seems to hold.
     """
-    zeros = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.any()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = {each: each.detach().clone() for each in trained if each.ndim == 1 or not each.any()}
     try:
-        for number, parameter in enumerate(zeros):
+        for number, parameter in enumerate(kept):
             generator = torch.Generator(parameter.device).manual_seed(number)
             with torch.no_grad():
-                parameter.normal_(std=0.02, generator=generator)
+                noise = torch.empty_like(parameter).normal_(std=0.2 if parameter.ndim == 1 else 0.02, generator=generator)
+                parameter.add_(noise)
         yield
     finally:
         with torch.no_grad():
-            for parameter in zeros:
-                parameter.zero_()
+            for parameter, before in kept.items():
+                parameter.copy_(before)
 
 
 def pad_id_of(*sources: Any) -> int | None:

@@ -22,7 +22,7 @@ from hwopt.hosts.apply import ReplacedForward
 from hwopt.hosts.collated import Batch, CollatedPart, micro_batches, rows_of
 from hwopt.hosts.limits import NOT_ADDITIVE, SCRIPT_LACKS, STEP_FIELDS, refuse_prepared
 from hwopt.hosts.pieces import made_with
-from hwopt.hosts.probe import is_rough, laws_that_agree, pad_id_of, probed_rows, without_zeros
+from hwopt.hosts.probe import disturbed, is_rough, laws_that_agree, pad_id_of, probed_rows
 from hwopt.hosts.script_plan import Script, ScriptPlan, plan_for, transformers_model
 from hwopt.hosts.script_run import Loader, ScriptRun, ScriptStep, with_lines
 from hwopt.system.ranks import rank_and_world
@@ -197,7 +197,7 @@ class Session:
         with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())), ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(without_dropout(model))
-                stack.enter_context(without_zeros(model))
+                stack.enter_context(disturbed(model))
             few, laws = probed_rows(batch, pad_id), [(law, self.shifted), (law, not self.shifted)]
             found = laws_that_agree(lambda inputs: float(loss(inputs)), few, laws, rough)
         if not found:

@@ -31,7 +31,7 @@ from hwopt.hosts.collated import (
     why_not_padded,
 )
 from hwopt.hosts.limits import STEP_FIELDS, unknown_part
-from hwopt.hosts.probe import adds_up, is_rough, pad_id_of, probed_rows, without_zeros
+from hwopt.hosts.probe import adds_up, disturbed, is_rough, pad_id_of, probed_rows
 from hwopt.hosts.script_run import ScriptRun, ScriptStep
 from hwopt.hosts.whole_batch import loss_of_whole, set_rows
 from hwopt.text import first_line, listing
@@ -187,8 +187,8 @@ class TrainerStep:
         losses: list[float] = []
         generators = torch.random.fork_rng(range(torch.cuda.device_count()))
         # evaluation may need more memory than a training step, which handles its own
-        evaluating, nonzero, tolerant = without_dropout(model), without_zeros(inner(model)), suppress(torch.OutOfMemoryError)
-        with self._gathering_nothing(), torch.no_grad(), generators, evaluating, nonzero, tolerant:
+        evaluating, moved, tolerant = without_dropout(model), disturbed(inner(model)), suppress(torch.OutOfMemoryError)
+        with self._gathering_nothing(), torch.no_grad(), generators, evaluating, moved, tolerant:
             losses = [loss_of(inputs) for inputs in (few, *(part.inputs for part in rows))]
         release_unused_memory()
         vars(trainer).update(counters)

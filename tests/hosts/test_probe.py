@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from hosts.scripts import bert, llama, padded, rows
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
-from hwopt.hosts.probe import laws_that_agree, probed_rows, without_zeros
+from hwopt.hosts.probe import disturbed, laws_that_agree, probed_rows
 
 Loss = Callable[[Any, Any], torch.Tensor]
 CLASSES = torch.tensor([0.2, 1.0, 3.0])
@@ -37,6 +37,14 @@ def unshifted(outputs: Any, batch: Any) -> torch.Tensor:
     return cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def near_its_start(outputs: Any, batch: Any) -> torch.Tensor:
+    """With a KL term, summed over the tokens, whose teacher is the untrained model."""
+    with torch.no_grad():
+        teacher = llama().eval()(batch["input_ids"], batch["attention_mask"]).logits
+    divergence = kl_div(outputs.logits.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+    return outputs.loss + divergence  # type: ignore[no-any-return]
+
+
 def with_zero_head() -> Any:
     model = bert()
     for parameter in model.classifier.parameters():
@@ -58,6 +66,7 @@ def noisy(outputs: Any, batch: Any) -> torch.Tensor:
         (with_zero_head, centered, []),
         (llama, own, [("labels", True)]),
         (llama, unshifted, [("labels", False)]),
+        (llama, near_its_start, []),
         (bert, noisy, ALL),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -66,7 +75,7 @@ def test_laws_that_hold_for_a_few_rows(make: Callable[[], Any], loss: Loss, expe
     model = make().eval()
     batch = padded(rows()[:8], classes=make is not llama)
     laws = ALL if make is llama or loss is noisy else ALL[:2]  # a label for each row is a row
-    with torch.no_grad(), without_zeros(model):
+    with torch.no_grad(), disturbed(model):
         found = laws_that_agree(lambda inputs: float(loss(model(**inputs), inputs)), probed_rows(batch, 0), laws, rough=False)
     assert found[:1] == expected[:1]
     assert ("rows", False) in found or expected[:1] != [("rows", False)]
