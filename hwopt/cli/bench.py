@@ -8,8 +8,7 @@ from typing import Any
 
 import rich_click as click
 
-from hwopt.cli.options import begin, format_option, profile_option, say, say_result, source_options
-from hwopt.errors import StorageError
+from hwopt.cli.options import begin, format_option, profile_option, read_files, say, say_result, source_options
 from hwopt.report.status_line import status_line
 from hwopt.system.paths import refuse_output, write_text
 
@@ -47,7 +46,7 @@ def bench(
     **asked: Any,
 ) -> int:
     if output is not None:
-        refuse_output(output, "-o", unwritable=StorageError)
+        refuse_output(output, "-o", reads=read_files(asked["job"], profile, against))
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
     from hwopt.runs.journal import command_line

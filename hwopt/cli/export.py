@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import rich_click as click
 
-from hwopt.cli.options import begin, hardware_option, job_options, profile_option, say, world_size_option
+from hwopt.cli.options import begin, hardware_option, job_options, profile_option, read_files, say, world_size_option
 
 
 @click.command(
@@ -46,7 +46,7 @@ def export(
 
     ranks = Ranks(world_size, nodes)
     if output is not None:
-        refuse_output(output, "--output", "" if force else OR_FORCE)
+        refuse_output(output, "--output", "" if force else OR_FORCE, read_files(asked["job"], profile, deepspeed_config_file))
     device = "detected" if profile == "auto" else hardware
     plan = api.resolve(profile, hardware=device, world_size=ranks.number, inputs=inputs, **asked)
     text = files.exported(plan, format_, ranks.nodes, deepspeed_config_file)

@@ -106,6 +106,11 @@ def job_options(command: Command) -> Command:
     return click.option("--strict", is_flag=True, help=text)(source_options(with_shortcuts(command)))
 
 
+def read_files(job: Path | None, *names: str | None) -> list[Path]:
+    """The files that a command reads, or may read: of `names`, some are files."""
+    return [job or Path("job.toml"), *(Path(name) for name in names if name)]
+
+
 def hardware_option(default: str) -> Callable[[Command], Command]:
     choice = click.Choice(["profile", "detected"])
     text = "Plan for the card, or this machine."

@@ -15,7 +15,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from hwopt.errors import HwoptError, InputError, StorageError
+from hwopt.errors import HwoptError, InputError
 from hwopt.system.paths import refuse_output, writing
 from hwopt.text import listing
 
@@ -45,11 +45,17 @@ class Writer:
         self.file.close()
 
 
-def refuse_table_output(path: Path, overwrite: bool) -> None:
-    """Raise InputError if `path` has no extension of WRITERS or exists, StorageError if it cannot be written."""
+def refuse_table_output(path: Path, overwrite: bool, reads: Sequence[Path]) -> None:
+    """Raise InputError if `path` has no extension of WRITERS, exists or is of `reads`, StorageError if it cannot be written."""
     if path.suffix.lower() not in WRITERS:
         raise InputError(f"--output {path}: unknown extension {path.suffix!r}; give a file that ends with {listing([*WRITERS])}")
-    refuse_output(path, "--output", "" if overwrite else "give another name, or --overwrite to replace it", StorageError)
+    refuse_output(path, "--output", "" if overwrite else "give another name, or --overwrite to replace it", reads)
+    refuse_output(staging(path), f"--output {path}, first written as", reads=reads)
+
+
+def staging(path: Path) -> Path:
+    """The file that gets the rows until all of them are done."""
+    return path.with_name(f"{path.stem}.partial{path.suffix}")
 
 
 @contextmanager
@@ -58,9 +64,9 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
 
     The rows go into NAME.partial.EXTENSION, which stays if the block fails after the first rows. Raises StorageError.
     """
-    staging = path.with_name(f"{path.stem}.partial{path.suffix}")
+    partial_file = staging(path)
     with writing(path):
-        writer = WRITERS[path.suffix.lower()](staging, new)
+        writer = WRITERS[path.suffix.lower()](partial_file, new)
         try:
             yield writer
         except BaseException as error:
@@ -68,12 +74,12 @@ def replacing(path: Path, new: Mapping[str, type]) -> Iterator[Writer]:
             with suppress(OSError):
                 writer.close()
                 if not started:
-                    staging.unlink()
+                    partial_file.unlink()
             if started and isinstance(error, HwoptError | KeyboardInterrupt):
-                error.args = (f"{str(error) or 'interrupted'}. The rows until then are in {staging}",)
+                error.args = (f"{str(error) or 'interrupted'}. The rows until then are in {partial_file}",)
             raise
         writer.close()
-        staging.replace(path)
+        partial_file.replace(path)
 
 
 as_json = partial(json.dumps, ensure_ascii=False, default=lambda value: None if isinstance(value, bytes) else str(value))

@@ -18,6 +18,7 @@ import torch
 from hwopt.config.job import Job
 from hwopt.data.batches.samplers import eval_batches
 from hwopt.data.batches.step_batch import Widths
+from hwopt.data.sources.location import expand, path_of
 from hwopt.data.sources.reading import read_all, read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
@@ -56,7 +57,7 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
 
     Raises InputError, DataError, StorageError or DoesNotFitError with a message that says what to change.
     """
-    refuse_table_output(output, options.overwrite)
+    refuse_table_output(output, options.overwrite, [path_of(file) for file in expand(source)])
     found = find_run_model(run, options.assignments)
     generation = options.generation
     if generation is not None and not make_task(found.job).generates:

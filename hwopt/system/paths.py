@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -57,16 +57,18 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
-def refuse_output(path: Path, option: str, exists: str = "", unwritable: type[HwoptError] = InputError) -> None:
+def refuse_output(path: Path, option: str, exists: str = "", reads: Iterable[Path | None] = ()) -> None:
     """Check, before the work, that `option` names a file that can be written. `exists`: what to do about an existing file.
 
-    Raises InputError for a folder, and for an existing file unless `exists` is ""; `unwritable` if its folder does not exist;
-    StorageError without the permission to write.
+    Raises InputError for a folder, for one of the files that the command `reads`, and for an existing file unless `exists` is
+    ""; StorageError if its folder does not exist, or without the permission to write.
     """
     if (kind := path_kind(path, option)) == "folder":
         raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
     if path_kind(path.parent, option) != "folder":
-        raise unwritable(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
+        raise StorageError(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or give another name")
+    if any(os.path.samefile(path, file) for file in reads if file and kind == "file" and os.path.exists(file)):
+        raise InputError(f"{option} {path}: is a file that the command reads; give another name")
     if exists and kind != "missing":
         raise InputError(f"{option} {path}: exists; {exists}")
     if not os.access(path.parent if kind == "missing" else path, os.W_OK):

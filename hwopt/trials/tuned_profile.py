@@ -42,7 +42,7 @@ class Parent:
 def output_file(given: Path | None, parent: Parent, job: Path | None, force: bool) -> Path:
     """The file to write: `given`, else a new one beside the job (or beside a parent that is a file).
 
-    Raises InputError if it exists and `force` is not set, if its folder does not exist, or if it could not find its parent.
+    Raises InputError if it exists and `force` is not set, or if it could not find its parent; else as `refuse_output` does.
     """
     if given is None:
         beside = parent.file or job
@@ -51,11 +51,9 @@ def output_file(given: Path | None, parent: Parent, job: Path | None, force: boo
         given = next(path for path in map(Path, names) if not path.exists())
     if given.suffix != ".toml":
         raise InputError(f"--output {given}: a profile ends with .toml: {given.name}.toml")
-    refuse_output(given, "--output", "" if force else OR_FORCE)
+    refuse_output(given, "--output", "" if force else OR_FORCE, [parent.file, job or Path("job.toml")])
     if parent.file is not None:
         folder = parent.file.parent
-        if given.resolve() == parent.file.resolve():
-            raise InputError(f"--output {given}: is the profile that is tuned; give another name")
         if given.parent.resolve() != folder.resolve():
             raise InputError(f"--output {given}: extends = {parent.name!r} needs both files in one folder; write into {folder}")
     return given

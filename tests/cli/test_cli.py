@@ -57,7 +57,9 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["bench", "--profile", "cpu", "--memory-limit", "8GiB"], 2, "this machine has no CUDA device"),
         (["bench", "--profile", "cpu", "-o", "no-folder/page.html"], 6, "-o no-folder/page.html: there is no folder"),
         (["tune", "--profile", "rtx3070-8gb"], 2, "Did you mean 'rtx3070_8gb'"),
-        (["tune", "--profile", "cpu", "-o", "job.toml"], 2, "exists; give another name, or --force"),
+        (["bench", "--profile", "cpu", "-o", "job.toml"], 2, "-o job.toml: is a file that the command reads"),
+        (["tune", "--profile", "cpu", "-o", "job.toml", "--force"], 2, "job.toml: is a file that the command reads"),
+        (["tune", "--profile", "cpu", "-o", "no-folder/mine.toml"], 6, "there is no folder 'no-folder'"),
         (["tune", "--profile", "cpu", "--set", "data.train=missing.csv"], 4, "missing.csv"),
     ],
 )

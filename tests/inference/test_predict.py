@@ -242,6 +242,9 @@ def test_a_prompt_without_room_for_a_token_has_no_prediction(generator: Path, tm
         ("{run} in.jsonl -o out.xlsx", 2, "unknown extension '.xlsx'; give a file that ends with .csv, .jsonl, .parquet"),
         ("{run} in.jsonl -o mine.csv", 2, "mine.csv: exists; give another name, or --overwrite"),
         ("{run} in.jsonl -o nowhere/out.csv", 6, "nowhere/out.csv: there is no folder 'nowhere'; make it"),
+        ("{run} mine.csv -o mine.csv --overwrite", 2, "mine.csv: is a file that the command reads; give another name"),
+        ("{run} m*e.csv -o link.csv --overwrite", 2, "link.csv: is a file that the command reads; give another name"),
+        ("{run} out.partial.csv -o out.csv", 2, "first written as out.partial.csv: is a file that the command reads"),
         ("runs/nope in.jsonl -o out.csv", 2, "runs/nope: no such folder"),
         ("first in.jsonl -o out.csv", 2, "first: no such folder. Did you mean 'runs/first'?"),
         ("unfinished in.jsonl -o out.csv", 2, "the run is not finished: it has no final/. Finish it with `hwopt run --resume`"),
@@ -271,6 +274,8 @@ def test_bad_input_ends_with_one_message(
     write_samples(tmp_path / "in.jsonl", 3)
     for name, text in {"mine": "texts\nred\n", "blank": "text,label\n,a\n\x20,b\n", "twice": "text,x,x\nred,1,2\n"}.items():
         (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "link.csv").symlink_to("mine.csv")
+    (tmp_path / "out.partial.csv").write_text("text\nred\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "job.toml").touch()  # of the user, beside the folder of the runs
     for name, missing in {"unfinished": "final", "no_config": "config.json", "no_plan": "plan.json"}.items():

@@ -125,5 +125,5 @@ def test_default_file_is_new_and_beside_the_job_or_a_parent_that_is_a_file(tmp_p
         output_file(tmp_path / "x.toml", parent, None, force=False)
     with pytest.raises(InputError, match=r"a profile ends with \.toml: mine\.toml"):
         output_file(tmp_path / "mine", installed("cpu"), None, force=False)
-    with pytest.raises(InputError, match="is the profile that is tuned"):
+    with pytest.raises(InputError, match="is a file that the command reads"):
         output_file(folder / "mine.toml", parent, None, force=True)
