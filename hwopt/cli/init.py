@@ -29,6 +29,8 @@ EXAMINED_CHATS = 1_000  # conversations that are read for what `init` says of th
 @click.option("-o", "--output", type=Path, default=Path("job.toml"), show_default=True, help="The file to write; it must be new.")
 @click.option("--yes", is_flag=True, help="Take every proposal and ask nothing.")
 def init(data: str | None, output: Path, yes: bool) -> None:
+    if output.suffix != ".toml":
+        raise InputError(f"-o {output}: a job ends with .toml: {output.name}.toml")
     refuse_output(output, "-o", "hwopt init overwrites no file. Give another name")
     if not yes and not sys.stdin.isatty():
         raise InputError("hwopt init asks questions, but its input is not a terminal; add --yes to take every proposal")

@@ -100,6 +100,7 @@ def test_empty_answers_take_the_proposals(data: Path, monkeypatch: pytest.Monkey
         (["numbers.csv", "--yes"], 4, "numbers.csv: no column holds text. It has: a, b"),
         (["--yes"], 2, "hwopt init --yes needs the data"),
         (["train.jsonl"], 2, "add --yes"),
+        (["train.jsonl", "--yes", "-o", "job.yaml"], 2, "-o job.yaml: a job ends with .toml: job.yaml.toml"),
         (["train.jsonl", "--yes", "-o", "taken.toml"], 2, "taken.toml: exists; hwopt init overwrites no file"),
     ],
 )
