@@ -8,6 +8,7 @@ from typing import Any, Literal
 import rich_click as click
 
 from hwopt.cli.options import format_option, quiet_libraries, say_json, say_result
+from hwopt.errors import InputError, Problems
 
 
 def print_schema(context: click.Context, option: click.Parameter, kind: Literal["job", "profile"] | None) -> None:
@@ -46,7 +47,14 @@ def check(files: tuple[Path, ...], strict: bool, format_: str, **facts: Any) -> 
     from hwopt.configs.check.checker import Given, check_file
     from hwopt.report.check import show_reports
 
-    reports = [check_file(path, Given(**facts)) for path in files]
+    reports, unread = [], Problems()
+    for path in files:
+        try:
+            reports.append(check_file(path, Given(**facts)))
+        except InputError as error:
+            unread.add(str(error))
     found = [report.to_dict() for report in reports]
-    say_result(format_, found[0] if len(found) == 1 else found, lambda console: show_reports(console, reports))
+    if found:
+        say_result(format_, found[0] if len(files) == 1 else found, lambda console: show_reports(console, reports))
+    unread.raise_if_any()
     return max(report.exit_code(strict) for report in reports)

@@ -12,8 +12,9 @@ BAD = "training:\n  fp16: true\n  bf16: true\n"
 
 def test_check_exits_with_2_for_an_error_and_names_line_and_fix(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text(BAD)
-    found = hwopt("check", "bad.yaml", "--card", "RTX 3070", cwd=tmp_path)
+    found = hwopt("check", "missing.yaml", "bad.yaml", "--card", "RTX 3070", cwd=tmp_path)
     assert found.returncode == 2
+    assert "missing.yaml: no such file" in found.stderr
     assert "bad.yaml: Hugging Face TrainingArguments (by bf16, fp16)" in found.stdout
     assert "error    bad.yaml:3  [refused-pair]" in found.stdout
     assert "fix: training.fp16: false" in found.stdout
