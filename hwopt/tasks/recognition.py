@@ -76,6 +76,8 @@ def recognise(source: str, kind: str | None = None) -> DataColumns:
     texts = [" ".join(row) for row in zip(*cells, strict=True)]
     letters = sum(map(len, texts))
     said = (", ".join(reading_notes(source, reading)), found.why, unread, unread_numbers(table), *rows.warnings)
+    if rows.bad_rows.reasons:
+        said = (*said, rows.bad_rows.note())
     return DataColumns(
         source,
         table.num_rows,

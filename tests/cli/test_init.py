@@ -34,6 +34,13 @@ def test_written_job_can_be_planned_and_previewed(tmp_path: Path) -> None:
     assert hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).returncode == 0
 
 
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    rows = [f"a text of row {row},{'yes' if row % 2 else 'no'}\n" for row in range(40)]
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(rows[:20]) + "a text,yes,no\n" + "".join(rows[20:]))
+    made = hwopt("init", "train.csv", "--yes", cwd=tmp_path)
+    assert "skipped 1 of 41 rows of train.csv: line 22 (has 3 columns, the header has 2)" in made.stdout
+
+
 def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
     rows = [[MESSAGES[0], MESSAGES[1] | ({"reasoning_content": "A greeting"} if row % 4 == 0 else {})] for row in range(20)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
