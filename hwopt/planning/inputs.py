@@ -146,7 +146,7 @@ def refuse_mistakes(
         with found.placing():
             nowhere = path_kind(Path(model), "model.name:") == "missing"
         if nowhere and hub_is_out_of_reach():
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+            os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE") or "1"  # the client takes "" for unset
     if memory_limit is not None:
         parse_memory_limit(memory_limit)
 
