@@ -29,6 +29,11 @@ def cut(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def counted(number: int, noun: str) -> str:
+    """`number` with `noun`, in the plural unless it is 1: "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def millions(number: int) -> str:
     """`number` in millions, as "109.5 M"; a smaller one in full."""
     return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"

@@ -14,7 +14,7 @@ from hwopt.cli.options import announce_loading
 from hwopt.errors import HwoptError, InputError
 from hwopt.report.status_line import folded
 from hwopt.system.paths import refuse_output, write_text
-from hwopt.text import first_line, printable
+from hwopt.text import counted, first_line, printable
 
 if TYPE_CHECKING:
     from hwopt.tasks.recognition import DataColumns
@@ -44,7 +44,7 @@ def init(data: str | None, output: Path, yes: bool) -> None:
     console = Terminal()
     questions = Questions(ask=not yes)
     columns = api.recognise(data)
-    say(console, data, f"{columns.rows:,} rows; {columns.why}")
+    say(console, data, f"{counted(columns.rows, 'row')}; {columns.why}")
     kind = questions.choice("Task", columns.kind, api.task_kinds())
     columns = questions.columns(columns if kind == columns.kind else api.recognise(data, kind))
     proposal = api.propose(columns)

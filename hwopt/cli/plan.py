@@ -11,7 +11,7 @@ import rich_click as click
 
 from hwopt.cli.options import begin, format_option, hardware_option, job_options, say_json, say_result, world_size_option
 from hwopt.memory.trace.tracing_process import start_early
-from hwopt.text import printable
+from hwopt.text import counted, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,11 +113,11 @@ def show_preview(console: Console, found: Preview) -> None:
 
     from hwopt.report.terminal import say
 
-    others = "".join(f", {number:,} {which} samples" for which, number in found.held_out.items())
-    say(console, "sample", f"{found.sample:,} of {found.samples:,} training samples{others}")
-    counted = "" if found.tokens_in_loss is None else f", {found.tokens_in_loss:,} in the loss"
+    others = "".join(f", {counted(number, f'{which} sample')}" for which, number in found.held_out.items())
+    say(console, "sample", f"{found.sample:,} of {counted(found.samples, 'training sample')}{others}")
+    in_loss = "" if found.tokens_in_loss is None else f", {found.tokens_in_loss:,} in the loss"
     if found.tokens is not None:
-        say(console, "length", f"{found.tokens:,} tokens{counted}")
+        say(console, "length", f"{counted(found.tokens, 'token')}{in_loss}")
     if found.label is not None:
         say(console, "label", found.label)
     coloured = console.is_terminal and not console.no_color

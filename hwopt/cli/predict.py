@@ -11,7 +11,7 @@ from typing import Any
 import rich_click as click
 
 from hwopt.cli.options import announce_loading, inference_options, say, warn
-from hwopt.text import printable
+from hwopt.text import counted, printable
 
 SHOWN = 20  # rows of a kind that are listed
 SAMPLING = ("temperature", "top_p", "seed")  # options that need --do-sample
@@ -58,9 +58,9 @@ def predict_file(asked: Mapping[str, Any], generation: Mapping[str, Any]) -> Non
         for place, reason in list(reasons.items())[:SHOWN]:
             say(f"{what}: {place}: {reason}")
         if len(reasons) > SHOWN:
-            say(f"{what}: … and {len(reasons) - SHOWN:,} more rows")
-    left_out = f", {len(report.unreadable):,} rows left out" if report.unreadable else ""
-    say(f"{report.output}: {report.rows:,} rows, {report.predicted:,} with {', '.join(report.columns)}{left_out}")
+            say(f"{what}: … and {counted(len(reasons) - SHOWN, 'more row')}")
+    left_out = f", {counted(len(report.unreadable), 'row')} left out" if report.unreadable else ""
+    say(f"{report.output}: {counted(report.rows, 'row')}, {report.predicted:,} with {', '.join(report.columns)}{left_out}")
 
 
 def converse(run: Path, assignments: Sequence[str], generation: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ def converse(run: Path, assignments: Sequence[str], generation: Mapping[str, Any
         click.echo()
         if not ended:
             most = answerer.generator.max_new_tokens
-            say(f"the answer is cut at {most:,} tokens (--max-new-tokens), or at the model's limit", err=True)
+            say(f"the answer is cut at {counted(most, 'token')} (--max-new-tokens), or at the model's limit", err=True)
 
 
 def lines_typed() -> Iterator[str]:

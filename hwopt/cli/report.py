@@ -9,6 +9,7 @@ import click
 
 from hwopt.cli.options import say
 from hwopt.errors import InputError, WorkerDiedError
+from hwopt.text import counted
 
 
 @click.command(
@@ -39,7 +40,7 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
     records = read_records(list(dict.fromkeys(runs)))
     path = output or (records[0].folder / REPORT if len(records) == 1 else Path(REPORT))
     write_text(path, page_of(records))
-    say(f"{path}: {path.stat().st_size / 1024:,.0f} KiB, {len(records)} run{'s' if len(records) > 1 else ''}")
+    say(f"{path}: {path.stat().st_size / 1024:,.0f} KiB, {counted(len(records), 'run')}")
     return 0
 
 

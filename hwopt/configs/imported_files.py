@@ -22,7 +22,7 @@ from hwopt.configs.view import TOOL_NAMES, ConfigSetting
 from hwopt.errors import InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.system.paths import path_kind, write_text, writing
-from hwopt.text import cut, truncate
+from hwopt.text import counted, cut, truncate
 
 NO_MODEL = 'The file names no model. This is BERT-base with random weights, to plan with: give name = "…" before a run'
 NO_DATA = "The file names no data: give a file or a hub name before a run"
@@ -44,7 +44,7 @@ class Imported:
         """Titles with lines: what was written, what is to be filled in, what changes, and what has no equivalent."""
         view, taken = self.translation.view, self.translation.taken
         job, profile = folder / "job.toml", folder / "profile.toml"
-        keys = f"{len(taken)} setting{'s' * (len(taken) != 1)}"
+        keys = counted(len(taken), "setting")
         yield f"{view.source.name}: {TOOL_NAMES[view.tool]} (by {view.recognised_by})", [f"{keys} in {profile} and {job}"]
         yield "fill in before a run:", [f"{job}: {key}: the file does not say it" for key in self.missing]
         changes = [f"{each.setting.place}: {each.setting.key}: {each.note}" for each in taken if each.note]

@@ -11,6 +11,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.errors import DataError
+from hwopt.text import counted
 
 if TYPE_CHECKING:
     from hwopt.data.mixture import Mixture
@@ -136,7 +137,7 @@ class BadRows:
         first, total = min(reasons), len(reasons) + len(usable)
         if not usable:
             raise DataError(
-                f"{source}: none of its {len(reasons):,} rows can be used. "
+                f"{source}: none of its {counted(len(reasons), 'row')} can be used. "
                 f"First one: {self.named([first], source)}: {reasons[first]}. {self.advice('Check that this is the right file')}"
             )
         good, consecutive = set(usable), 0
@@ -176,7 +177,7 @@ class BadRows:
     def note(self) -> str:
         """One line for the screen: how many rows were skipped, which ones, and why."""
         bad = len(self.reasons)
-        return f"skipped {bad:,} of {len(self.good) + bad:,} rows of {self.source}: {self.summary()}"
+        return f"skipped {bad:,} of {counted(len(self.good) + bad, 'row')} of {self.source}: {self.summary()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of this source in left_out.json."""

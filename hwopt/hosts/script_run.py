@@ -27,7 +27,7 @@ from hwopt.planning.parts import without
 from hwopt.planning.plan import Plan
 from hwopt.plugin import Observation
 from hwopt.plugin.guard import guarded_context
-from hwopt.text import printable
+from hwopt.text import counted, printable
 from hwopt.training import evidence
 from hwopt.training.build import refuse_different_plans
 from hwopt.training.failure import last_resorts
@@ -273,8 +273,8 @@ class ScriptRun(PlannedRun):
         if not self.steps:
             return ""
         real, computed = sum(step.tokens for step in self.steps), sum(step.computed for step in self.steps)
-        count = sum(len(step.sizes) for step in self.steps)
-        return f"{len(self.steps)} steps in {count} micro-batches: {computed:,} tokens computed, {real:,} without padding"
+        steps = f"{counted(len(self.steps), 'step')} in {counted(sum(len(step.sizes) for step in self.steps), 'micro-batch')}"
+        return f"{steps}: {computed:,} tokens computed, {real:,} without padding"
 
 
 class Lines(Listener):

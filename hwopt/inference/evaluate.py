@@ -14,6 +14,7 @@ from hwopt.data.sources.reading import read_all, read_options
 from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prepared import Prepared
+from hwopt.text import counted
 from hwopt.training.evaluation import Forward, add_batch
 
 
@@ -64,7 +65,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     for step in EvalSampler(store.lengths, store.counts, batch_sizes.eval_rows, collate.width):
         batch = dataset[step].to(loaded.device)
         with loaded.inference():
-            add_batch(forward, batch, backoff, f"in a batch of {len(step.samples):,} rows")
+            add_batch(forward, batch, backoff, f"in a batch of {counted(len(step.samples), 'row')}")
     skipped = len(rows.bad_rows.reasons)
     return EvaluationReport(
         found.folder, source, len(store), metrics.compute(), metrics.details(), skipped, (*loaded.notes, *prepared.warnings)

@@ -30,7 +30,7 @@ from hwopt.plugin import BatchSizes
 from hwopt.tasks.generators import Generation
 from hwopt.tasks.predictors import ModelInput, TextPredictor
 from hwopt.tasks.registry import make_task
-from hwopt.text import listing
+from hwopt.text import counted, listing
 from hwopt.training.evaluation import each_row_once
 
 
@@ -176,5 +176,5 @@ def predict_batch(
     def largest(rung: int) -> int:
         return ceil(rows / (1 << rung)) * longest
 
-    each_row_once(work, rows, ceil(log2(rows)), largest, backoff, f"in a batch of {rows:,} rows")
+    each_row_once(work, rows, ceil(log2(rows)), largest, backoff, f"in a batch of {counted(rows, 'row')}")
     return results

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwopt.records.throughput import Window, windows_of
+from hwopt.text import counted
 
 MetricRow = Mapping[str, float | None]  # a line of metrics.jsonl. None: the value was not finite
 
@@ -80,7 +81,7 @@ class RunRecord:
         of = f" of {self.total_steps:,}" if self.total_steps else ""
         progress = f"step {self.step:,}{of}"
         if self.complete:
-            return f"done, {self.step:,} steps"
+            return f"done, {counted(self.step, 'step')}"
         if self.exit_code is not None:
             return f"exit code {self.exit_code} at {progress}"
         return f"killed at {progress}" if self.lost else f"running, {progress}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 
 from rich.console import Console
 from rich.text import Text
@@ -10,7 +11,7 @@ from rich.text import Text
 from hwopt.configs.check import Finding
 from hwopt.configs.check.checker import LEVELS, CheckReport
 from hwopt.report.status_line import folded
-from hwopt.text import listing, printable
+from hwopt.text import counted, listing, printable
 
 COLOURS = {"error": "bold red", "warning": "yellow", "information": "cyan"}
 NAMES = {"error": "error", "warning": "warning", "information": "note"}
@@ -31,7 +32,7 @@ def show_reports(console: Console, reports: Iterable[CheckReport]) -> None:
         for rules in report.waiting:
             show_line(console, f"not checked: {rules}")
         counts = ((report.count(level), NAMES[level]) for level in LEVELS)
-        show_line(console, ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for number, name in counts))
+        show_line(console, ", ".join(starmap(counted, counts)))
 
 
 def show_finding(console: Console, finding: Finding) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hwopt.report.sheet import Sheet, known
 from hwopt.report.terminal import say, short_path, show_sheet, table
-from hwopt.text import cut
+from hwopt.text import counted, cut
 
 CORNER = "true \\ predicted"
 
@@ -87,6 +87,6 @@ def show_evaluation(console: Console, report: Any) -> None:
     """Print the metrics of a trained model on a file, and those of each class."""
     for note in report.notes:
         say(console, "note", note, "yellow")
-    say(console, "evaluated", f"{short_path(report.run)} on {report.source}: {report.samples:,} samples")
+    say(console, "evaluated", f"{short_path(report.run)} on {report.source}: {counted(report.samples, 'sample')}")
     console.print(table(("metric", ""), ((name, f"{value:.4f}") for name, value in report.metrics.items())))
     show_classes(console, report.details, "label")

@@ -13,6 +13,7 @@ from hwopt.planning.plan import Plan
 from hwopt.report.sheet import BASES, YES_OR_NO, Sheet, gib, largest_text, margin_text, seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import VERDICTS, say, show_plan, show_sheet, table
+from hwopt.text import counted
 
 PARTS = {"masters": "fp32 copies of weights", "temporary": "work memory"}
 """Names of parts of the memory that are not those of the plan."""
@@ -110,7 +111,7 @@ def describe_largest(memory: MemoryPlan) -> str:
             f"evaluation batch {largest_text(evaluation)}" if evaluation else "no evaluation batch beside the planned micro-batch"
         )
     if length:
-        parts.append(f"max_length {length:,} with {memory.rows} rows")
+        parts.append(f"max_length {length:,} with {counted(memory.rows, 'row')}")
     return ", ".join(parts)
 
 
@@ -170,7 +171,7 @@ def show_parallel(console: Console, comparison: Comparison, heading: str = "") -
     ranks = comparison.ranks
     console.print()
     nodes = f"on {ranks.nodes} nodes" if ranks.nodes > 1 else "on one node"
-    label = f"{heading}{ranks.number} rank{'s' if ranks.number > 1 else ''} {nodes}"
+    label = f"{heading}{counted(ranks.number, 'rank')} {nodes}"
     say(console, label, "ways to shard the model over them")
     columns = ("", "states", "peak", "fits", "rank sends", *(("in node", "node to node") if ranks.nodes > 1 else ()))
     show_sheet(console, Sheet(columns, list(scheme_rows(comparison)), folded=0))
@@ -197,7 +198,7 @@ def scheme_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 def describe_volume(comparison: Comparison) -> str:
     """What the columns of sent bytes count."""
     number = comparison.micro_batches
-    per_step = f"{number} micro-batch{'es' if number > 1 else ''} per rank"
+    per_step = f"{counted(number, 'micro-batch')} per rank"
     words = f"bytes that a rank sends around a ring in an optimizer step ({per_step}); it receives as many"
     if comparison.ranks.nodes > 1:
         words += "; in node: the mean part that stays in the node; node to node: what each node sends to the next one"

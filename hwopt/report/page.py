@@ -26,7 +26,7 @@ from hwopt.report.comparison import (
 )
 from hwopt.report.sheet import ABSENT, BASES, Sheet, gib, known, value_text
 from hwopt.report.verdicts import device_rows, step_parts, step_rows, verdict
-from hwopt.text import cut, millions, printable
+from hwopt.text import counted, cut, millions, printable
 
 MAX_VALUE, MAX_NAME = 160, 60  # characters of a cell, and of the first cell of a row
 LIMITS = Limits(classes=100, columns=20, label=60, heading=24)
@@ -125,7 +125,7 @@ def fact_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     sources = (
         train if isinstance(train, str) else tuple(MixedSource(**each) if isinstance(each, dict) else each for each in train)
     )
-    yield "data", described(sources) + (f", {record.last['samples']:,} samples" if record.last else "")
+    yield "data", described(sources) + (f", {counted(record.last['samples'], 'sample')}" if record.last else "")
     yield "batch", f"{batch.get('step')} rows a step, micro-batches of up to {batch.get('train')} rows"
     yield "folder", str(record.folder)
 

@@ -22,7 +22,7 @@ from hwopt.report.classes import show_classes
 from hwopt.report.sheet import seconds_text
 from hwopt.report.status_line import status_line
 from hwopt.report.terminal import say, say_parts, table
-from hwopt.text import cut, printable
+from hwopt.text import counted, cut, printable
 from hwopt.training.listener import Listener, Row, Summary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Screen(Listener):
         self.show_warnings(run)
         samples = len(run.prepared.train)
         held_out = f", {len(run.prepared.eval):,} held out" if run.prepared.eval is not None else ""
-        say(self.console, "run", f"{run.folder}: {samples:,} samples{held_out}, {run.total_steps:,} steps")
+        say(self.console, "run", f"{run.folder}: {counted(samples, 'sample')}{held_out}, {counted(run.total_steps, 'step')}")
         if self.console.is_terminal:
             # one line as wide as the terminal; the bar takes what the numbers leave
             columns = (TextColumn("{task.fields[step]}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))

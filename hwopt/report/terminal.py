@@ -20,7 +20,7 @@ from rich.text import Text
 from hwopt.config.job_sources import described, shares_of
 from hwopt.report.sheet import ABSENT, Sheet, gib, value_text
 from hwopt.report.status_line import LEAST, status_line
-from hwopt.text import millions, printable, short_place
+from hwopt.text import counted, millions, printable, short_place
 
 if TYPE_CHECKING:
     from hwopt.hardware.device import Hardware
@@ -66,8 +66,8 @@ def show_plan(console: Console, plan: Plan, verbose: bool = True) -> None:
     say(console, "hardware", describe_device(plan.hardware))
     say(console, "model", f"{plan.model.architecture}, {millions(plan.model.parameters)} parameters ({plan.job.model.label})")
     sizes, world = plan.batch, plan.world_size
-    micro = f"micro-batches of up to {sizes.train} rows (x {sizes.accumulation(world)}), eval {sizes.eval_rows()}"
-    say(console, "batch", f"{sizes.step} rows a step{f' on {world} ranks' if world > 1 else ''}, {micro}")
+    micro = f"micro-batches of up to {counted(sizes.train, 'row')} (x {sizes.accumulation(world)}), eval {sizes.eval_rows()}"
+    say(console, "batch", f"{counted(sizes.step, 'row')} a step{f' on {world} ranks' if world > 1 else ''}, {micro}")
     if shares_of(plan.job.data.train):
         say(console, "mixture", f"{described(plan.job.data.train)} of the samples of an epoch")
     for entry in plan.applied():

@@ -9,6 +9,7 @@ from hwopt.inference.settings import InferenceOptions, settings_of
 from hwopt.inference.trained_model import TrainedModel
 from hwopt.records.run_files import EVAL_ROWS
 from hwopt.tasks.prepared import Trained
+from hwopt.text import counted
 from hwopt.training.evaluation import evaluating
 from hwopt.training.run import Run
 
@@ -37,4 +38,4 @@ def write_eval_rows(run: Run) -> None:
     except (HwoptError, NotImplementedError) as error:  # the task of another package may have no predictor
         run.warn(f"{path} was not written: {error or type(error).__name__}")
         return
-    run.say(f"The {report.rows:,} rows held out for evaluation, with predictions: {path}")
+    run.say(f"The {counted(report.rows, 'row')} held out for evaluation, with predictions: {path}")

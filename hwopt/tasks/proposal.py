@@ -14,7 +14,7 @@ from hwopt.hardware.device import Hardware
 from hwopt.model.config import find_model_file
 from hwopt.system.hub import hub_is_out_of_reach, offline_clients
 from hwopt.tasks.recognition import DataColumns
-from hwopt.text import printable
+from hwopt.text import counted, printable
 
 LETTERS_A_TOKEN = 3
 """A low estimate: English has about four. A high maximum length costs nothing for short texts, a low one cuts long texts."""
@@ -118,7 +118,7 @@ class Proposal:
         return [f"{command:<{width}}  # {what}" for command, what in found.items()]
 
     def text(self, output: Path) -> str:
-        said = (f"Data: {self.data.rows:,} rows; {self.data.why}.", f"Model: {self.model.why}.")
+        said = (f"Data: {counted(self.data.rows, 'row')}; {self.data.why}.", f"Model: {self.model.why}.")
         header = [*map(printable, said), "All keys: docs/jobs.md", "", *self.commands(output)]
         return job_text(self.tables(), "\n".join(header))
 

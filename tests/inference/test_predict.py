@@ -107,7 +107,7 @@ def test_unusable_rows_stay_without_a_prediction_and_are_named(
     assert f"no prediction: {source}:2: has no text" in said
     assert f"no prediction: {source}:3: 'text' has no value" in said
     assert f"not in the output: {source}:5: is not valid JSON" in said
-    assert "4 rows, 2 with predicted_label, predicted_probability, 1 rows left out" in said
+    assert "4 rows, 2 with predicted_label, predicted_probability, 1 row left out" in said
 
 
 def test_a_text_longer_than_the_model_is_truncated_only_if_the_job_says_so(classifier: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hwopt.data.bad_rows import BadRows, Places
 from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.text_file import INVALID_BYTE, undecodable
 from hwopt.errors import DataError
-from hwopt.text import truncate
+from hwopt.text import counted, truncate
 
 CONLL_EXTENSIONS = (".conll", ".iob", ".iob2", ".bio")
 TAG = re.compile(r"O|[BIESLU](-\S+)?")  # A tag of IOB or BIOES
@@ -33,7 +33,7 @@ def read_conll(path: Path, lines: Iterator[str], bad_rows: BadRows) -> Rows:
         wrong = next((number for number, cells in enumerate(found) if len(cells) != width), None)
         if wrong is not None and not problem:
             line = truncate(" ".join(found[wrong]))
-            problem = f"line {first + wrong} has {len(found[wrong])} columns, the first line {width}: {line}"
+            problem = f"line {first + wrong} has {counted(len(found[wrong]), 'column')}, the first line {width}: {line}"
         if problem:
             bad_rows.add(first, problem)
         else:

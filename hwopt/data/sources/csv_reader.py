@@ -18,7 +18,7 @@ from hwopt.data.sources.rows import PACK, ReadOptions, Rows
 from hwopt.data.sources.spill import Spill
 from hwopt.data.sources.text_file import INVALID_BYTE, encoding_hint, undecodable
 from hwopt.errors import DataError
-from hwopt.text import listing, truncate
+from hwopt.text import counted, listing, truncate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,7 +65,8 @@ def read_delimited(path: Path, lines: Iterator[str], bad_rows: BadRows, options:
         elif len(cells) != len(names):
             bad_rows.add(
                 number,
-                f"has {len(cells)} columns, the header has {len(names)}: {truncate(raw.strip())}; separate cells by {separator}",
+                f"has {counted(len(cells), 'column')}, the header has {len(names)}: {truncate(raw.strip())}; "
+                f"separate cells by {separator}",
             )
         elif cells == names and len(names) > 1:
             bad_rows.add(number, "repeats the header")

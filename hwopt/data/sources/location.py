@@ -13,7 +13,7 @@ from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
 from hwopt.data.sources.image_folder import is_image, is_image_folder, names_in
 from hwopt.errors import DataError
 from hwopt.system.paths import path_kind
-from hwopt.text import listing, nearest
+from hwopt.text import counted, listing, nearest
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", *CONLL_EXTENSIONS)
 REFUSED = {
@@ -118,7 +118,7 @@ def refuse_other_folders(path: Path) -> None:
 def files_hint(folder: Path) -> str:
     """What to give instead of `folder`: the globs of its files, by extension."""
     suffixes = Counter(path.suffix for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
-    globs = [f"{str(folder / '**' / f'*{suffix}')!r} ({n:,} file{'s' * (n > 1)})" for suffix, n in suffixes.most_common(3)]
+    globs = [f"{str(folder / '**' / f'*{suffix}')!r} ({counted(n, 'file')})" for suffix, n in suffixes.most_common(3)]
     return "; give its files: " + " or ".join(globs) if globs else ""
 
 

@@ -73,8 +73,8 @@ def test_file_of_words_alone_has_no_tags(tmp_path: Path) -> None:
 def test_bad_sentence_is_named_by_its_lines(tmp_path: Path) -> None:
     rows = read(tmp_path / "a.conll", b"a O\n\nb O\nc\n\nd\xe4 O\n\ne O\n")
     assert rows.table["tokens"].to_pylist() == [["a"], ["e"]]
-    assert rows.bad_rows.reasons == {3: "line 4 has 1 columns, the first line 2: 'c'", 6: "line 6 is not UTF-8 (byte 0xe4)"}
-    with pytest.raises(DataError, match=r"a\.conll:3: line 4 has 1 columns"):
+    assert rows.bad_rows.reasons == {3: "line 4 has 1 column, the first line 2: 'c'", 6: "line 6 is not UTF-8 (byte 0xe4)"}
+    with pytest.raises(DataError, match=r"a\.conll:3: line 4 has 1 column"):
         read(tmp_path / "a.conll", "a O\n\nb O\nc\n", strict=True)
 
 

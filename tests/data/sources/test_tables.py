@@ -85,7 +85,7 @@ def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
         ("a.csv", "", r"a\.csv: is empty"),
         ("a.csv", "text,label\n", r"a\.csv: has no rows"),
         ("a.csv", "text,label\nx,1\na,b,1\n", r"a\.csv:3: has 3 columns, the header has 2: 'a,b,1'"),
-        ("a.tsv", "text\tlabel\nx\n", r"a\.tsv:2: has 1 columns, the header has 2: 'x'; separate cells by tabs"),
+        ("a.tsv", "text\tlabel\nx\n", r"a\.tsv:2: has 1 column, the header has 2: 'x'; separate cells by tabs"),
         ("a.csv", b"text,label\nok,1\ncaf\xe9,1\n", r"a\.csv:3: is not UTF-8 \(byte 0xe9\)"),
         ("a.csv", "text,label\nx,1\n".encode("utf-16-le"), r"a\.csv: contains zero bytes: a binary file"),
         ("a.csv", "text,label\nx,1\n".encode("utf-16") + b"x", r"a\.csv: is not valid utf-16"),

@@ -8,6 +8,7 @@ from math import ceil, gcd, sqrt
 
 from hwopt.configs.check import Facts, Finding, rule
 from hwopt.configs.view import View, is_number
+from hwopt.text import counted
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
 MOST_EVAL_RATIO = 4
@@ -58,7 +59,7 @@ def step_rows_small(view: View, facts: Facts) -> Iterator[Finding]:
         fix = {ACCUMULATION: ceil(smallest / effective * steps)}
         if "effective_batch_size" in view and not view.is_hwopt:
             fix["effective_batch_size"] = fix[ACCUMULATION] * view.train_rows * view.ranks
-        what = f"An optimizer step has {counted(effective)}; {smallest} or more are usual for {data}."
+        what = f"An optimizer step has {counted(effective, 'row')}; {smallest} or more are usual for {data}."
         why = "Gradients of few rows are noisy; more accumulation gives larger steps in the same memory."
         yield Finding(ACCUMULATION, what, why, view.lines(fix))
 
@@ -114,10 +115,6 @@ def completion_groups(view: View, facts: Facts) -> Iterator[Finding]:
         yield Finding(word, what, why, fix, "warning" if view.source.language == "Python" else "information")
 
 
-def counted(rows: int) -> str:
-    return f"{rows} row{'s' * (rows != 1)}"
-
-
 def ranks_unknown(view: View) -> bool:
     """Whether the file trains on several ranks, as FSDP and DeepSpeed do, and does not say on how many."""
     keys = {part for entry in view.source.entries if entry.value for part in (entry.path[0], entry.path[-1])}
@@ -159,7 +156,7 @@ def learning_rate(view: View, facts: Facts) -> Iterator[Finding]:
         why = "Training can diverge. TRL's default for DPO is 1e-6, and recipes take 5e-7 to 5e-5."
         yield Finding("learning_rate", what, why, view.line("learning_rate", 5e-6 if adapter else 1e-6))
     elif not usual / FAR <= rate <= usual * FAR and not preferences:
-        method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows)} in a step"
+        method = f"{'an adapter' if adapter else 'all weights'} and {counted(rows, 'row')} in a step"
         effect = "Training can diverge." if rate > usual else "Training can stop short of the best metric."
         what = f"{view.spelled('learning_rate')} is {rate:g}; about {usual:.1g} is usual for {method}."
         why = f"{effect} With Adam the rate grows with the square root of the rows."
