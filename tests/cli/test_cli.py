@@ -48,7 +48,7 @@ def write_job(folder: Path, extra: str = "", **training: object) -> Path:
         (["run", "jb.toml"], 2, "jb.toml: no such job file. Did you mean 'job.toml'"),
         (["run", "--lr", "fast"], 2, "training.learning_rate: input should be a valid number"),
         (["run", "train.csv"], 2, "train.csv: is not a job, .* hwopt init train.csv"),
-        (["run", "--profile", "cpu", "--set", "data.label=colr"], 4, "no column 'colr'.*Set data.label to one of them"),
+        (["run", "--profile", "cpu", "--set", "data.label=colr"], 4, "no column 'colr'.*Set data.label to one .* by --set"),
         (["bench", "--profile", "nope"], 2, "--profile 'nope': no such profile"),
         (["bench", "--profile", "cpu", "--against", "nope"], 2, "--against 'nope': no such profile"),
         (["bench", "--profile", "cpu", "--against", "cpu"], 2, "--against cpu: this is the profile itself. Give another one"),

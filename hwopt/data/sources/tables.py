@@ -152,7 +152,7 @@ def find_column(table: pa.Table, name: str, source: str, key: str = "data.text")
         return fields[name]
     raise DataError(
         f"{source}: has no column {name!r}.{nearest(name, fields.column_names)} It has: {listing(fields.column_names, 30)}. "
-        f"Set {key} to one of them"
+        f"Set {key} to one of them, in the job or by --set {key}=COLUMN"
     )
 
 
