@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from hwopt.config.job import Job
-from hwopt.data.sources.columns import is_scalar, type_of
+from hwopt.data.sources.columns import is_scalar, is_whole, type_of
 from hwopt.data.sources.number_format import is_decimal
 from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list, values_type
 from hwopt.data.sources.tables import find_column
@@ -43,7 +43,7 @@ def read_labels(rows: Rows, name: str) -> list[str]:
     column = find_column(table, name, source, "data.label")
     kind = values_type(column.type)
     text = holds_text(kind)
-    known = text or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
+    known = text or is_whole(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
     if not known:
         lists = "; for lists of labels set task.kind = 'multi-label-classification'" if is_list(kind) else ""
         raise DataError(f"{source}: column {name!r} holds {kind}; labels must be strings or integers{lists}")

@@ -1,3 +1,4 @@
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hwopt.model.config import load_config
 from hwopt.tasks.base import Task
 from hwopt.tasks.labels import read_labels
 from hwopt.tasks.prepared import Prepared
+from hwopt.tasks.recognition import recognise
 from hwopt.tasks.registry import make_task
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -87,16 +89,19 @@ def test_typed_booleans_are_the_labels_of_the_training_data_in_its_spelling(spel
     assert prepared.eval.array("labels").tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("trained", "evaluated"), [([1, 2], [2.0, 1.0]), ([1.0, 2.0], [2, 1])])
+@pytest.mark.parametrize(
+    ("trained", "evaluated"), [([1, 2], [2.0, 1.0]), ([1.0, 2.0], [2, 1]), ([Decimal(1), Decimal(2)], [2.0, 1.0])]
+)
 def test_typed_numbers_are_the_labels_of_the_training_data_in_its_spelling(
-    trained: list[float], evaluated: list[float], tmp_path: Path
+    trained: list[Any], evaluated: list[float], tmp_path: Path
 ) -> None:
-    """Pandas makes the integers of a column floats if one of its cells is empty. Texts are compared as texts."""
+    """Pandas makes integers floats if a cell is empty, databases export them as decimals. Texts are compared as texts."""
     for name, labels in (("train", trained), ("eval", evaluated)):
         pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "label": labels}), tmp_path / f"{name}.parquet")
     _, _, prepared = prepare(tmp_path, str(tmp_path / "train.parquet"), eval=str(tmp_path / "eval.parquet"), label="label")
     assert prepared.label_names == tuple(map(str, trained))
     assert prepared.eval.array("labels").tolist() == [1, 0]
+    assert recognise(str(tmp_path / "train.parquet")).kind == "text-classification"
     (tmp_path / "eval.csv").write_text(f"text,label\na,{evaluated[0]}\nb,{evaluated[1]}\n")
     with pytest.raises(DataError, match="label that is not in the training data"):
         prepare(tmp_path, str(tmp_path / "train.parquet"), eval=str(tmp_path / "eval.csv"), label="label")

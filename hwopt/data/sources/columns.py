@@ -192,8 +192,16 @@ def is_scalar(table: pa.Table, name: str) -> bool:
     import pyarrow as pa
 
     kind = values_type(type_of(table, name))
-    whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    return whole or ((holds_text(kind) or pa.types.is_floating(kind)) and not is_fractional(table, name))
+    if is_whole(kind) or pa.types.is_boolean(kind):
+        return True
+    return (holds_text(kind) or pa.types.is_floating(kind)) and not is_fractional(table, name)
+
+
+def is_whole(kind: pa.DataType) -> bool:
+    """Whether a type holds integers: also decimals without places, as databases export them."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0))
 
 
 def values_of(table: pa.Table, name: str) -> list[Any]:
