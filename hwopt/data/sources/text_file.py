@@ -12,6 +12,7 @@ from hwopt.errors import DataError
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 """Matches a byte that is not valid in the file's encoding, as decoded by the error handler "surrogateescape"."""
 
+OTHER_SCRIPT = "[\u0370-\u07ff\u0e00-\u0e7f]"  # letters of Greek to Arabic, and Thai
 SAMPLE_BYTES = 1 << 18  # bytes of lines with other than ASCII characters from which the encoding is guessed
 
 
@@ -95,7 +96,17 @@ def likely_encoding(path: Path) -> str | None:
         return None
     guess = chardet.detect(sample, encoding_era=chardet.EncodingEra.MODERN_WEB)["encoding"]
     name = None if guess is None else codecs.lookup(guess).name
-    return "cp1252" if name and sample.decode(name, "replace") == sample.decode("cp1252", "replace") else name
+    western = sample.decode("cp1252", "replace")
+    if name and is_misread(sample, name):
+        return None if "\ufffd" in western else "cp1252"
+    return "cp1252" if name and sample.decode(name, "replace") == western else name
+
+
+def is_misread(sample: bytes, encoding: str) -> bool:
+    """Whether letters of Greek, Cyrillic, Hebrew, Arabic or Thai stand alone or between Latin ones: "schצn" is "schön"."""
+    words = re.findall(rf"[^\W\d_]*{OTHER_SCRIPT}[^\W\d_]*", sample.decode(encoding, "replace"))
+    mixed = sum(re.search("[A-Za-z]", word) is not None for word in words)
+    return bool(words) and sum(re.fullmatch(f"{OTHER_SCRIPT}{{2,}}", word) is not None for word in words) <= mixed
 
 
 def encoding_hint(path: Path) -> str:

@@ -132,6 +132,8 @@ def test_column_with_a_dot_in_its_name_comes_first() -> None:
         ("Größe M – „toll“, 5 €\n" * 10, "cp1252", "cp1252"),
         ("Zażółć gęślą jaźń\n", "cp1250", "cp1250"),
         ("Отличный товар, всем советую. Доставка быстрая.\n", "koi8-r", "koi8-r"),
+        ("the best déjà vu à la carte\n", "cp1252", "cp1252"),
+        ("the best ä\n", "cp1252", "cp1252"),
         ("とても良い商品です。また買います。\n", "shift_jis", "cp932"),
         ("schön\n", "utf-8", None),
         ("schön\n", "utf-16", None),
