@@ -170,10 +170,13 @@ def unusable(table: pa.Table) -> str | None:
 
 
 def written_lists(table: pa.Table) -> str | None:
-    """Why words that a csv file has as texts such as "['a', 'b']" cannot be used; None for other data."""
+    """Why words that a csv file has as texts such as "['a', 'b']", or JSON beside numbers, cannot be used; else None."""
     cells = {name: str(table[name][0]) for name in ("tokens", "words") if is_text(table, name)}
     name = next((name for name, cell in cells.items() if cell.startswith("[") and cell.endswith("]")), None)
-    return name and f"column {name!r} holds lists as texts; token-classification reads lists. Save the rows as jsonl or parquet"
+    return name and (
+        f"column {name!r} holds lists as texts, or lists with other values than strings; token-classification reads lists of "
+        "strings. Save the rows so, as jsonl or parquet"
+    )
 
 
 def is_filled(table: pa.Table, name: str) -> bool:

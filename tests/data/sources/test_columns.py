@@ -213,8 +213,10 @@ def test_images_in_a_parquet_file_are_recognised(path: str | None, tmp_path: Pat
 def test_words_with_tags_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     rows = "tokens,tags\n" + "\"['a', 'b']\",\"['O', 'B-X']\"\n" * 20
     (tmp_path / "a.csv").write_text(rows)
-    with pytest.raises(DataError, match=r"column 'tokens' holds lists as texts; .*Save the rows as jsonl"):
+    with pytest.raises(DataError, match=r"column 'tokens' holds lists as texts, .*Save the rows so, as jsonl"):
         recognise(str(tmp_path / "a.csv"))
+    with pytest.raises(DataError, match=r"or lists with other values than strings; token-classification reads lists of strings"):
+        recognise(write_jsonl(tmp_path / "a.jsonl", [{"tokens": ["born", 1990 + n], "tags": ["O", "B-X"]} for n in range(20)]))
     (tmp_path / "b.csv").write_text("word,tag\n" + "".join(f"one{n},O\ntwo{n},B-X\n" for n in range(20)))
     assert "for tags of words set task.kind = 'token-classification'" in recognise(str(tmp_path / "b.csv")).why
 
