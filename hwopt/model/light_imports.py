@@ -88,11 +88,12 @@ def count_without_triton() -> None:
     modules: dict[str, Any] = sys.modules
     if "triton" in modules:
         return
-    log = logging.getLogger("torch.utils.flop_counter")
+    counter = "torch.utils.flop_counter"
+    log = logging.getLogger(counter)
     modules["triton"] = None  # an import of it fails
     log.disabled = True  # it warns that Triton is missing
     try:
-        import torch.utils.flop_counter  # noqa: F401
+        importlib.import_module(counter)
     finally:
         del modules["triton"]
         log.disabled = False
