@@ -31,6 +31,7 @@ BERT = TINY_BERT | SIZES | {"intermediate_size": 2048, "vocab_size": 8000, "max_
 BERT |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 LLAMA = TINY_LLAMA | SIZES | {"intermediate_size": 1408, "vocab_size": 32_000, "max_position_embeddings": 4096}
 LLAMA |= {"num_key_value_heads": 4}
+TIED = LLAMA | {"tie_word_embeddings": True}
 FUSED = {"optimizer": {"name": "adamw_torch_fused"}}
 
 
@@ -73,8 +74,8 @@ def test_predicted_memory_is_that_of_the_cuda_allocator(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("config", "tables"),
-    [(BERT, {}), (BERT, {"checkpointing": {}}), (LLAMA | {"tie_word_embeddings": True}, {})],
-    ids=["bert", "checkpointing", "tied"],
+    [(BERT, {}), (BERT, {"checkpointing": {}}), (TIED, {}), (TIED, {"fused_loss": {"backend": "torch"}})],
+    ids=["bert", "checkpointing", "tied", "tied-fused-loss"],
 )
 def test_gradients_in_half_precision_wait_for_their_cast_in_later_micro_batches(
     config: dict[str, Any], tables: dict[str, Any], tmp_path: Path

@@ -149,12 +149,13 @@ class Player:
     def copies_of_weights(self) -> frozenset[int]:
         """Return the storages of the forward pass that live until both passes have ended.
 
-        They are those of `hwopt.training.accumulation.weights_cast_once`, which the micro-batches of a step share.
+        They are those of `hwopt.training.accumulation.weights_cast_once`, which the micro-batches of a step share. A fused loss
+        computes gradients in the forward pass; those of tied embeddings live as long, and are not shared.
         """
         passes, forward = self.events[: self.update], self.events[: int(self.timeline.phases[0]) - self.timeline.before]
         last_allocation = max((place for place, event in enumerate(passes) if event > 0), default=0)
         freed_after = {-event for event in passes[last_allocation:]}
-        return frozenset(event - 1 for event in forward if event > 0 and event in freed_after)
+        return frozenset(event - 1 for event in forward if event > 0 and event in freed_after) - self.added
 
     def with_late_casts(self) -> list[int]:
         """Return the events of a later micro-batch of a step, which finds the copies of the weights in half precision."""

@@ -70,6 +70,15 @@ def test_first_micro_batch_makes_its_gradients_between_its_activations() -> None
     assert played_run([one_pass, one_pass], [evaluation]).reserved == (100 + 200) * MIB
 
 
+def test_gradient_of_a_fused_loss_is_not_a_shared_copy_of_a_weight() -> None:
+    """It is made in the forward pass. With tied embeddings it lives until both passes have ended."""
+    kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "temporary")])
+    step = replace(timeline([100, 30, 200, 30], [2, 4, 3, -3, -4, -2], before=1), kinds=kinds, phases=np.array([4, 6]))
+    step = replace(step, operands=np.array([1, 3]), ends=np.array([2]), update=1)
+    found = played_run([step, step], [timeline([100], [], before=1)])
+    assert (found.train.bytes, found.reserved) == ((100 + 30 + 30 + 200) * MIB,) * 2
+
+
 def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
     """Weights of 100 MiB, gradients of 30, a copy of 50 that lives until both passes have ended, activations of 200 or 120."""
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "activations", "temporary")])
