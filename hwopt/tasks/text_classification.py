@@ -39,7 +39,8 @@ class TextClassification(Classification, LabelledTexts):
             why += f"; {listing([*map(repr, others)])} may also be the label: name one in data.label"
         if has_many_classes(table, label) or is_fact(label):
             why += f" in {table.num_rows:,} rows: if it is not the label, name another column in data.label"
-        if label.lower() in SCORES or any(not number.is_integer() for number in numbers_of(values) or ()):
+        numbers = numbers_of(values) or ()
+        if (numbers and label.lower() in SCORES) or any(not number.is_integer() for number in numbers):
             why += "; to predict them as numbers set task.kind = 'regression'"
         if "O" in values and any(value.startswith(("B-", "I-")) for value in values):
             why += "; for tags of words set task.kind = 'token-classification', which reads lists of words and of tags, or CoNLL"

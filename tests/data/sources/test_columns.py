@@ -164,6 +164,8 @@ def test_doubts_about_the_label_are_told(tmp_path: Path) -> None:
     rows = [{"text": f"a text {n}", "label": ["3.9", "3.11"][n % 2]} for n in range(20)]
     why = recognise(write_jsonl(tmp_path / "versions.jsonl", rows)).why
     assert "2 values: 3.11, 3.9; to predict them as numbers set task.kind = 'regression'" in why
+    rows = [{"text": f"a text {n}", "stars": ["good", "bad"][n % 2]} for n in range(20)]
+    assert "regression" not in recognise(write_jsonl(tmp_path / "words.jsonl", rows)).why
     rows = [{"text": f"a text {n}", "label": n % 11} for n in range(44)]
     assert "11 values: 0, 1, 2, 3, 4, … (11 in all)" in recognise(write_jsonl(tmp_path / "many.jsonl", rows)).why
 
