@@ -25,6 +25,7 @@ TOLERANCE = 1e-4  # largest difference between packed and separate documents, as
 LENGTHS = (13, 22, 29)  # tokens of the documents: odd numbers, each longer than any convolution
 LEAK = "packed documents would attend to each other"
 VOCABULARY, EXPERTS, MIN_WIDTH, ALIGNED = 512, 16, 64, 16
+MOST_PARAMETERS = 1 << 29  # 2 GiB
 PROPORTIONAL = re.compile(
     r"hidden_size|n_embd|d_model|dim|embedding_size|hidden_size_per_layer_input|n_inner"
     r"|(moe_|shared_expert_|moe_shared_expert_|block_)?intermediate_size|intermediate_size_mlp"
@@ -90,9 +91,16 @@ def hidden(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None = Non
 
 def small_model(model: Any, config: PretrainedConfig) -> Any:
     """A model of the same class with random weights that has each kind of layer of `model`."""
+    import torch
+
     kinds = layer_kinds(model)
     depth = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), None)
-    small = type(model)(small_config(config, depth)).float().eval()
+    reduced = small_config(config, depth)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in type(model)(reduced).parameters())
+    if size > MOST_PARAMETERS:  # a config may have sizes that are not known here
+        raise ValueError(f"the smallest model has {size:,} parameters")
+    small = type(model)(reduced).float().eval()
     if set(kinds) - set(layer_kinds(small)):
         raise ValueError("no small model has every kind of layer")
     for parameter in small.parameters():
