@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hwopt import api
 from hwopt.hardware.device import Hardware
 from hwopt.planning.decisions import PluginDecision, helps_oom
@@ -61,13 +63,14 @@ def check_contract_of(
     checked = ("decision", "recipe", "memory")
     if hardware is not None:
         return ContractReport(plan, checked, ("evidence", "effect", "resume"))
-    with_it = train_tiny(plan, folder / "with", Witness(name))
+    with_it = Witness(name)
+    train_tiny(plan, folder / "with", with_it)
     check_evidence_of(name, with_it)
     assert (folder / "with" / "run" / "final" / "config.json").is_file()
     # a plugin that only sets hyperparameters (batch sizes, warm-up) changes the training on request
     effect = entry_of(name, plan).plugin.effect
     if effect != "method" and not set(plan.recipe.fields_of(entry_of(name, plan).author)) <= {"batch", "training"}:
-        tolerance = 0.0 if effect == "bits" else ROUNDING if computes_in_fp32(with_it.run) else HALF_ROUNDING
+        tolerance = 0.0 if effect == "bits" else ROUNDING if with_it.in_fp32 else HALF_ROUNDING
         without = baseline_losses(plan_for(tiny_profile(**(beside or {})), job, registry), folder / "without")
         for ours, theirs in zip(with_it.losses, without, strict=True):
             assert math.isclose(ours, theirs, rel_tol=tolerance), (
@@ -83,8 +86,8 @@ document that sees another one, changes a loss of the tiny model by more than th
 
 
 def computes_in_fp32(run: Any) -> bool:
-    """Whether all matrix products of the observed step were in fp32, without TF32."""
-    return run.device.type == "cpu" and set(run.observation.matmul_dtypes) <= {"float"}
+    """Whether all matrix products of the observed step were in fp32, without TF32. Called while the run trains."""
+    return set(run.observation.matmul_dtypes) <= {"float"} and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 NOT_OBSERVED = ("plan", "recipe", "training", "batch", "loss")
@@ -125,9 +128,11 @@ class Witness(Recorder):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.in_fp32 = False
 
     def on_evidence(self, run: Any, found: list[Any]) -> None:
         super().on_evidence(run, found)
+        self.in_fp32 = computes_in_fp32(run)
         observed_evidence(entry_of(self.name, run.plan).plugin, run)
 
 
