@@ -19,13 +19,13 @@ from hwopt.system.cache import cache_folder
 from hwopt.text import cut, millions
 from hwopt.trials.benchmark import Bench, BenchEffort, Benchmark
 from hwopt.trials.trial import MEMORY_KINDS, TrialProgress, Variant, launching
-from hwopt.trials.variants import BASELINE, Contest, contest_of, planned_variants
+from hwopt.trials.variants import BASELINE, planned_variants, variants_of
 
 
 def run_bench(
     inputs: Inputs, job: Path | None, subject: Variant, against: str | None, effort: BenchEffort, progress: TrialProgress
 ) -> tuple[Bench, BaseException | None]:
-    """Measure `subject` (a profile, with assignments) against the profile `against` (see `contest_of`), plugin by plugin.
+    """Measure `subject` (a profile, with assignments) against the profile `against` (see `variants_of`), plugin by plugin.
 
     Returns the bench, and the KeyboardInterrupt or SystemExit of a signal that ended it early. Raises InputError, PluginError or
     DataError as `hwopt run` does.
@@ -42,8 +42,7 @@ def run_bench(
     if subject.profile == "auto":
         name = resolve(subject).profile.name
         subject = replace(subject, profile=name) if name in inputs.files else subject
-    contest = contest_of(subject, against, inputs, job_file)
-    candidates = planned_variants(contest, resolve, fit_problem)
+    candidates = planned_variants(variants_of(subject, against, inputs, job_file), resolve, fit_problem)
     plans = {each.name: each.plan for each in candidates if each.plan is not None}
     plan, device = plans[subject.name], plans[BASELINE].hardware.device_type
     ended: BaseException | None = None
@@ -55,12 +54,13 @@ def run_bench(
             ended = signal
     notes = ["interrupted: variants without a speed were not measured, the others in fewer rounds"] if ended else []
     notes += [cut(f"{subject.profile}: {note}", 300) for note in plan.notes]
-    return Bench(benchmark.rows(), facts(contest, plans, effort), MEMORY_KINDS.get(device, device), notes), ended
+    measured = facts(subject, candidates[0].variant.profile, plans, effort)
+    return Bench(benchmark.rows(), measured, MEMORY_KINDS.get(device, device), notes), ended
 
 
-def facts(contest: Contest, plans: Mapping[str, Plan], effort: BenchEffort) -> dict[str, str]:
-    """What was measured, on what, when."""
-    plan, assignments, baseline = plans[contest.profile.name], contest.profile.assignments, contest.baseline.profile
+def facts(subject: Variant, baseline: str, plans: Mapping[str, Plan], effort: BenchEffort) -> dict[str, str]:
+    """What was measured, on what, when. `baseline`: the profile of the baseline."""
+    plan, assignments = plans[subject.name], subject.assignments
     hardware = plan.hardware
     without = f"no plugins: fp32, {plans[BASELINE].batch.step} rows per step"
     amount = f"{effort.seconds:g} s of training" if effort.steps is None else f"{effort.steps} steps"
@@ -68,7 +68,7 @@ def facts(contest: Contest, plans: Mapping[str, Plan], effort: BenchEffort) -> d
     return {
         "job": f"{plan.job_name}: {plan.model.architecture}, {millions(plan.model.parameters)} parameters",
         "profile": plan.profile.name + (f" with {', '.join(assignments)}" if assignments else ""),
-        "baseline": without if baseline == contest.profile.profile else baseline,
+        "baseline": without if baseline == subject.profile else baseline,
         "machine": hardware.name + (f", {hardware.cpu_cores} cores" if hardware.device_type == "cpu" else ""),
         "versions": ", ".join([f"hwopt {version('hwopt')}", *packages, f"Python {platform.python_version()}"]),
         "measured": f"{datetime.now().astimezone():%Y-%m-%d}, up to {effort.rounds} rounds of {amount}, the order rotated",

@@ -6,7 +6,7 @@ baseline without plugins, a plugin that is left out is off. A variant whose plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -45,54 +45,39 @@ class PlannedVariant:
         return not self.ending
 
 
-@dataclass(frozen=True)
-class Contest:
-    """The profile against the baseline: both as they are given to `hwopt run`, and their tables of plugins."""
-
-    profile: Variant
-    baseline: Variant
-    tables: Tables
-    baseline_tables: Tables
-
-    def changed(self) -> list[str]:
-        """The plugins whose tables differ, in the order of the profile."""
-        names = dict.fromkeys([*self.tables, *self.baseline_tables])
-        return [name for name in names if self.tables.get(name) != self.baseline_tables.get(name)]
-
-    def variants(self) -> Iterator[PlannedVariant]:
-        """All variants in the order of the table, not planned yet."""
-        yield PlannedVariant(self.baseline, "baseline")
-        yield PlannedVariant(replace(self.baseline, name=COPY), "copy", BASELINE)
-        for plugin in self.changed():
-            added = with_table(self.baseline, f"+ {plugin}", plugin, self.tables)
-            yield PlannedVariant(added, "added", BASELINE, plugin)
-        yield PlannedVariant(self.profile, "profile", BASELINE)
-        for plugin in self.changed():
-            left_out = with_table(self.profile, f"- {plugin}", plugin, self.baseline_tables)
-            yield PlannedVariant(left_out, "left out", self.profile.name, plugin)
-
-
-def with_table(variant: Variant, name: str, plugin: str, tables: Tables) -> Variant:
-    return replace(variant, name=name, assignments=(*variant.assignments, table_assignment(plugin, tables.get(plugin))))
-
-
-def contest_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFile | None) -> Contest:
-    """`profile` against the profile `against`; by default, and for "none", without plugins.
+def variants_of(profile: Variant, against: str | None, inputs: Inputs, job: JobFile | None) -> list[PlannedVariant]:
+    """The variants in the order of the table, not planned yet: `profile` against the profile `against`; by default, and for
+    "none", against no plugins.
 
     Raises InputError for a profile that does not exist, and if both are the same one.
     """
-    spec = profile.profile
-    if against == spec:
+    if against == profile.profile:
         raise InputError(f"--against {against}: this is the profile itself. Give another one, or omit --against")
-    tables = dict(inputs.profile(spec, profile.assignments, job).plugin_tables())
+    tables: Tables = dict(inputs.profile(profile.profile, profile.assignments, job).plugin_tables())
+    others: Tables = {}
     if against in (None, "none"):  # all plugins off: the profile's hyperparameters in fp32, 8 rows per step, torch's defaults
         off = (table_assignment(plugin, None) for plugin in tables)
-        return Contest(profile, replace(profile, name=BASELINE, assignments=(*profile.assignments, *off)), tables, {})
-    try:
-        others = dict(inputs.profile(against, profile.assignments, job).plugin_tables())
-        return Contest(profile, replace(profile, name=BASELINE, profile=against), tables, others)
-    except InputError as error:
-        raise InputError(str(error).replace("--profile", "--against", 1)) from error
+        baseline = replace(profile, name=BASELINE, assignments=(*profile.assignments, *off))
+    else:
+        baseline = replace(profile, name=BASELINE, profile=against)
+        try:
+            others = dict(inputs.profile(against, profile.assignments, job).plugin_tables())
+        except InputError as error:
+            raise InputError(str(error).replace("--profile", "--against", 1)) from error
+    changed = [name for name in dict.fromkeys([*tables, *others]) if tables.get(name) != others.get(name)]
+    return [
+        PlannedVariant(baseline, "baseline"),
+        PlannedVariant(replace(baseline, name=COPY), "copy", BASELINE),
+        *(PlannedVariant(with_table(baseline, "+", name, tables), "added", BASELINE, name) for name in changed),
+        PlannedVariant(profile, "profile", BASELINE),
+        *(PlannedVariant(with_table(profile, "-", name, others), "left out", profile.name, name) for name in changed),
+    ]
+
+
+def with_table(variant: Variant, sign: str, plugin: str, tables: Tables) -> Variant:
+    """`variant` with the table of `plugin` in `tables`."""
+    assignments = (*variant.assignments, table_assignment(plugin, tables.get(plugin)))
+    return replace(variant, name=f"{sign} {plugin}", assignments=assignments)
 
 
 def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
@@ -102,23 +87,26 @@ def table_assignment(plugin: str, table: Mapping[str, Any] | None) -> str:
     return f"plugins.{plugin}={inline({'enabled': True, **table}).as_string()}"
 
 
-def planned_variants(contest: Contest, resolve: Resolve, fit_problem: Callable[[Plan], str]) -> list[PlannedVariant]:
-    """All variants with their plans, and which of them are not run. `fit_problem`: why a plan does not fit, or "".
+def planned_variants(
+    variants: Sequence[PlannedVariant], resolve: Resolve, fit_problem: Callable[[Plan], str]
+) -> list[PlannedVariant]:
+    """`variants` with their plans, and which of them are not run. `fit_problem`: why a plan does not fit, or "".
 
     Raises what `resolve` raises for the baseline or the profile, and InputError if their plans are equal.
     """
     plans: dict[str, Plan] = {}
     found = []
-    for candidate in contest.variants():
+    for candidate in variants:
         made = with_plan(candidate, resolve, plans, fit_problem)
         if made.plan is not None:
             plans[made.name] = made.plan
         found.append(made)
     # the profile comes after what is added to the baseline, and before what is left out of it
     if all(each.plan is not None and what_trains(each.plan) == what_trains(plans[BASELINE]) for each in found):
+        profile = next(each.variant.profile for each in found if each.role == "profile")
         raise InputError(
-            f"{contest.profile.profile} and its baseline have equal plans on this machine: there is nothing to compare. "
-            f"`hwopt plan --hardware detected --profile {contest.profile.profile}` says why its plugins are skipped"
+            f"{profile} and its baseline have equal plans on this machine: there is nothing to compare. "
+            f"`hwopt plan --hardware detected --profile {profile}` says why its plugins are skipped"
         )
     return found
 

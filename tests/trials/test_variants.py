@@ -1,5 +1,6 @@
 """The variants of a bench: which there are, and which need not run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,11 @@ from hwopt.trials.trial import Variant
 from hwopt.trials.variants import (
     BASELINE,
     COPY,
-    Contest,
     PlannedVariant,
-    contest_of,
     effect_between,
     loss_obstacle,
     planned_variants,
+    variants_of,
 )
 
 PROFILE = """name = "mine"
@@ -47,16 +47,14 @@ class Planner:
         self.inputs, self.job, self.folder = Inputs(), tiny_job(folder / "data"), folder
         self.subject = Variant("profile", str(folder / "mine.toml"))
 
-    def contest(self, against: str | None = None, *assignments: str) -> Contest:
-        subject = Variant("profile", self.subject.profile, assignments)
-        return contest_of(subject, str(self.folder / against) if against else None, self.inputs, None)
+    def variants(self, against: str | None = None) -> list[PlannedVariant]:
+        return variants_of(self.subject, str(self.folder / against) if against else None, self.inputs, None)
 
     def __call__(self, variant: Variant) -> Plan:
         return plan_for(self.inputs.profile(variant.profile, variant.assignments), self.job)
 
-    def candidates(self, against: str | None = None, *assignments: str, fit: object = None) -> dict[str, PlannedVariant]:
-        fit_problem = (lambda plan: "") if fit is None else fit
-        return {each.name: each for each in planned_variants(self.contest(against, *assignments), self, fit_problem)}
+    def candidates(self, against: str | None = None, fit: Callable[[Plan], str] = lambda plan: "") -> dict[str, PlannedVariant]:
+        return {each.name: each for each in planned_variants(self.variants(against), self, fit)}
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def test_refused_variant_is_a_row_with_the_message(planner: Planner) -> None:
             raise PluginError("plugin 'optimizer' needs plugin 'batch'")
         return planner(variant)
 
-    found = {each.name: each for each in planned_variants(planner.contest(), resolve, lambda plan: "")}
+    found = {each.name: each for each in planned_variants(planner.variants(), resolve, lambda plan: "")}
     assert (found["+ optimizer"].ending, found["+ optimizer"].note) == ("refused", "plugin 'optimizer' needs plugin 'batch'")
 
 
@@ -117,12 +115,14 @@ def test_profile_without_effect_here_is_an_error(planner: Planner, tmp_path: Pat
 
 def test_baseline_is_another_profile_or_none() -> None:
     inputs, before = Inputs(), str(BASELINES / "rtx3070_8gb_before.toml")
-    contest = contest_of(Variant("profile", "rtx3070_8gb"), before, inputs, None)
-    assert contest.baseline.profile == before
-    assert contest.changed() == ["precision", "optimizer", "batch", "dataloader", "schedule"]
+    found = variants_of(Variant("profile", "rtx3070_8gb"), before, inputs, None)
+    assert found[0].variant.profile == before
+    added = [each.plugin for each in found if each.role == "added"]
+    assert added == ["precision", "optimizer", "batch", "dataloader", "schedule"]
     for against in ("none", None):
-        plain = contest_of(Variant("profile", "rtx3070_8gb"), against, inputs, None)
-        assert (plain.baseline.profile, plain.baseline_tables) == ("rtx3070_8gb", {})
+        baseline, *_, last = variants_of(Variant("profile", "rtx3070_8gb"), against, inputs, None)
+        assert baseline.variant.profile == "rtx3070_8gb"
+        assert last.variant.assignments == (f"plugins.{last.plugin}.enabled=false",)
 
 
 def test_losses_of_other_steps_or_hyperparameters_are_not_compared(planner: Planner) -> None:
