@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hwopt.trials.rounds import Speedup, parity, rotated, speedup, steps_for
+from hwopt.trials.rounds import Speedup, parity, speedup
 from hwopt.trials.trial import Launch, Outcome, TrialProgress, run_trial
 from hwopt.trials.variants import BASELINE, COPY, PlannedVariant, Role, effect_between, loss_obstacle
 
@@ -103,8 +104,9 @@ class Benchmark:
                 return
             what = f"round {number} of {self.effort.rounds}" if number else "comparing losses without dropout"
             self.progress.announce(what)
+            start = number % len(names)  # each variant is measured at each place
             with self.launcher() as launch:
-                for place, name in enumerate(rotated(names, number)):
+                for place, name in enumerate([*names[start:], *names[:start]]):
                     left = (len(names) - place) + len(names) * (self.effort.rounds - number)
                     self.progress.show(f"{what}: {name}{self.time_left(left)}")
                     self.measure(name, number, launch)
@@ -139,10 +141,10 @@ class Benchmark:
         step = candidate.plan.batch.step
         if self.effort.steps is not None:
             most = max(each.plan.batch.step for each in self.candidates.values() if each.plan is not None)
-            return steps_for(self.effort.steps * most, step, self.effort.steps)
+            return ceil(self.effort.steps * most / step)
         known = self.first.get(BASELINE) or next(iter(self.first.values()), None)
         speed = (known.rate("samples") if known is not None else None) or 0.0
-        return steps_for(int(self.effort.seconds * speed), step, LEAST_STEPS)
+        return max(LEAST_STEPS, ceil(int(self.effort.seconds * speed) / step))
 
     def unfinished(self) -> list[str]:
         """The variants that the next round measures: those that are not clear, and their references."""

@@ -1,4 +1,4 @@
-"""The rounds of a bench as pure functions: in which order variants are measured, when one is clear, and whether losses agree.
+"""The rounds of a bench as pure functions: when a variant is clear, and whether losses agree.
 
 Speeds drift with temperature and clocks: only ratios within a round count. Two copies of the baseline show the noise.
 """
@@ -6,12 +6,11 @@ Speeds drift with temperature and clocks: only ratios within a round count. Two 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
-MeasuredEffect = Literal["bits", "rounding", "method"]
+from hwopt.plugin.contract import Effect
 
 LEAST_ROUNDS = 3
 TOLERANCE = 0.02
@@ -46,20 +45,7 @@ def speedup(ours: Mapping[int, float], theirs: Mapping[int, float], floor: Speed
     return Speedup(median(values), low, high, len(values), clear)
 
 
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """`names` in the order of round `number`, counted from 0: the first one moves to the end in each round."""
-    start = number % len(names) if names else 0
-    return [*names[start:], *names[:start]]
-
-
-def steps_for(rows: int, rows_per_step: int, least: int) -> int:
-    """The optimizer steps that train at least `rows` rows, and at least `least` steps."""
-    return max(least, -(-rows // rows_per_step))
-
-
-def parity(
-    effect: MeasuredEffect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]
-) -> tuple[str, bool | None]:
+def parity(effect: Effect, ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> tuple[str, bool | None]:
     """The losses of two variants, compared step by step, in words; and whether they agree as far as `effect` promises.
 
     None: it promises nothing, or there is no common step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin import Scale
 from hwopt.plugin.registry import Registry
 from hwopt.trials.search import Axis, Forecast, Setting
+from hwopt.trials.trial import what_runs
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,3 @@ class Space:
 def trained(plan: Plan) -> Any:
     """What all settings share: rows per optimizer step, hyperparameters, job, and what changes the method."""
     return plan.batch.step, plan.training, plan.job, plan.method
-
-
-def what_runs(plan: Plan) -> str:
-    """What `plan` runs: equal texts for plans of which only a reason or a fallback differs."""
-    applied = {entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()}
-    for options in applied.values():
-        options.pop("fallback", None)
-    return json.dumps([applied, asdict(plan.batch)], sort_keys=True)

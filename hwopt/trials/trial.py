@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from hwopt.errors import DataError, DoesNotFitError, InputError, PluginError
 from hwopt.model.remote_code import trusted_models
+from hwopt.planning.plan import Plan
 from hwopt.records.run_files import read_object, read_status
 from hwopt.records.throughput import Unit, Window, rate
 from hwopt.runs.record import read_record
@@ -151,6 +152,15 @@ def death_message(exit_code: int, output: Path) -> str:
     if exit_code == -9:
         return f"killed (SIGKILL); the system does this if the host is out of memory{said}"
     return f"{f'ended by signal {-exit_code}' if exit_code < 0 else f'exit code {exit_code}'}{said}"
+
+
+def what_runs(plan: Plan) -> str:
+    """What a run of `plan` does: equal texts for plans of one job of which only a reason or a fallback differs."""
+    applied = {entry.name: entry.options.model_dump(mode="json") for entry in plan.applied()}
+    for options in applied.values():
+        options.pop("fallback", None)
+    settings = plan.training.model_dump(mode="json"), plan.job.data.max_length
+    return json.dumps([applied, asdict(plan.batch), *settings], sort_keys=True)
 
 
 @contextmanager

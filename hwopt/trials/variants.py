@@ -7,7 +7,7 @@ baseline without plugins, a plugin that is left out is off. A variant whose plan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hwopt.config.job import JobFile
@@ -15,8 +15,8 @@ from hwopt.config.toml_text import inline
 from hwopt.errors import HwoptError, InputError
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.trials.rounds import MeasuredEffect
-from hwopt.trials.trial import Variant
+from hwopt.plugin.contract import Effect
+from hwopt.trials.trial import Variant, what_runs
 
 BASELINE, COPY = "baseline", "baseline again"
 Role = Literal["baseline", "copy", "added", "profile", "left out"]
@@ -102,7 +102,7 @@ def planned_variants(
             plans[made.name] = made.plan
         found.append(made)
     # the profile comes after what is added to the baseline, and before what is left out of it
-    if all(each.plan is not None and what_trains(each.plan) == what_trains(plans[BASELINE]) for each in found):
+    if all(each.plan is not None and what_runs(each.plan) == what_runs(plans[BASELINE]) for each in found):
         profile = next(each.variant.profile for each in found if each.role == "profile")
         raise InputError(
             f"{profile} and its baseline have equal plans on this machine: there is nothing to compare. "
@@ -124,7 +124,7 @@ def with_plan(
             raise
         return replace(candidate, ending="refused", note=str(error))
     candidate = replace(candidate, plan=plan)
-    if candidate.plugin and what_trains(plan) == what_trains(plans[candidate.reference]):
+    if candidate.plugin and what_runs(plan) == what_runs(plans[candidate.reference]):
         entries = [*plan.entries, *plans[candidate.reference].entries]
         reasons = (each.reason for each in entries if each.name == candidate.plugin and each.decision == "skip")
         return replace(candidate, ending="not applied here", note=next(reasons, "the plan stays the same"))
@@ -133,16 +133,10 @@ def with_plan(
     return candidate
 
 
-def what_trains(plan: Plan) -> Any:
-    """What a run of the plan depends on, as far as two plans of one job can differ."""
-    applied = [(entry.name, entry.options.model_dump(mode="json")) for entry in plan.applied()]
-    return applied, asdict(plan.batch), plan.training.model_dump(mode="json"), plan.job.data.max_length
-
-
-def effect_between(ours: Plan, theirs: Plan) -> MeasuredEffect:
+def effect_between(ours: Plan, theirs: Plan) -> Effect:
     """The strongest effect of the plugins in which two plans differ; "bits" for none."""
     tables = [{entry.name: entry for entry in plan.applied()} for plan in (ours, theirs)]
-    found: list[MeasuredEffect] = []
+    found: list[Effect] = []
     for name in dict.fromkeys([*tables[0], *tables[1]]):
         entries = [table[name] for table in tables if name in table]
         if len(entries) < 2 or entries[0].options != entries[1].options:

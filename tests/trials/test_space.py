@@ -12,7 +12,8 @@ from hwopt.planning.plan import Plan
 from hwopt.plugin import Choice, Context, Decision, Plugin, PluginOptions, Recipe, Scale, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
-from hwopt.trials.space import Space, what_runs
+from hwopt.trials.space import Space
+from hwopt.trials.trial import what_runs
 
 CARD = described("a card", (8, 6), 24.0)
 
