@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -134,11 +134,9 @@ Kind = Annotated[
 ]  # the name of an installed task
 
 
-class ChangesLoss(NamedTuple):
-    """Marks a key of [task] that changes the training loss. A plugin with a loss of its own would ignore it."""
-
-    keyword: str
-    """The argument of `Task.loss` for its value. A task whose loss has none refuses the key."""
+LOSS_ARGUMENTS = {"class_weights": "weight", "label_smoothing": "smoothing"}
+"""Key of [task] that changes the training loss -> the argument of `Task.loss` for its value. A task whose loss has none refuses
+the key, and a plugin with a loss of its own does not apply with it."""
 
 
 class TaskOptions(Table):
@@ -146,25 +144,17 @@ class TaskOptions(Table):
     """What the model learns to predict; installed packages may add kinds."""
     ignore_router_loss: bool = False
     """Train a mixture of experts without its load-balancing loss, which is not a sum over micro-batches."""
-    class_weights: Annotated[
-        Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights), ChangesLoss("weight")
-    ] = None
+    class_weights: Annotated[Literal["balanced"] | dict[str, float] | None, BeforeValidator(_class_weights)] = None
     """Classification: weight of each label in the training loss; "balanced": inversely proportional to its frequency."""
     rouge: bool = False
     """Sequence-to-sequence: generate a text for each evaluation sample and compare it with the target, by ROUGE."""
-    label_smoothing: Annotated[float, ChangesLoss("smoothing")] = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training loss that is taken over all labels or tokens equally."""
 
     @property
     def loss_changes(self) -> dict[str, Any]:
         """The keys that change the training loss, with their values, if they are set."""
-        return {name: value for name in self.loss_keywords() if (value := getattr(self, name))}
-
-    @classmethod
-    def loss_keywords(cls) -> dict[str, str]:
-        """Key that changes the training loss -> the argument of `Task.loss` for it."""
-        marked = ((name, each) for name, field in TaskOptions.model_fields.items() for each in field.metadata)
-        return {name: each.keyword for name, each in marked if isinstance(each, ChangesLoss)}
+        return {name: value for name in LOSS_ARGUMENTS if (value := getattr(self, name))}
 
 
 class Job(Table):

@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwopt.config.job import Job, TaskOptions
+from hwopt.config.job import LOSS_ARGUMENTS, Job, TaskOptions
 from hwopt.data.sources.reading import refuse_missing
 from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.token_store import Store, split_rows
@@ -67,10 +67,10 @@ class Task(ModelBuilder):
 
     @classmethod
     def check_loss(cls, job: Job) -> None:
-        """Raise ValueError for a key that changes the loss (`ChangesLoss`) and that the loss of this task does not take."""
+        """Raise ValueError for a key that changes the loss (`LOSS_ARGUMENTS`) and that the loss of this task does not take."""
         taken = signature(cls.loss).parameters
         for key in job.task.loss_changes:
-            if job.task.loss_keywords()[key] not in taken:
+            if LOSS_ARGUMENTS[key] not in taken:
                 raise ValueError(f"task.{key}: the loss of task.kind = {cls.facts.kind!r} has no such option; remove it")
 
     @classmethod
@@ -176,7 +176,7 @@ class Task(ModelBuilder):
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(summed loss, a float32 scalar; number of labels in the sum) of a micro-batch, from its logits.
 
-        It has an argument for each key of [task] that it takes (`hwopt.config.job.ChangesLoss`): `smoothing` for
+        It has an argument for each key of [task] that it takes (`hwopt.config.job.LOSS_ARGUMENTS`): `smoothing` for
         label_smoothing; `weight`, a tensor of a weight for each label, for class_weights, and then it returns the sum of
         the weights instead of the number of labels.
         """
@@ -186,8 +186,7 @@ class Task(ModelBuilder):
         self, prepared: Prepared, device: torch.device | str
     ) -> Callable[..., tuple[torch.Tensor, int | torch.Tensor]]:
         """The loss that is trained: `loss`, with what the job changes in it. An evaluation computes `loss` alone."""
-        keywords = self.options.loss_keywords()
-        options: dict[str, Any] = {keywords[key]: value for key, value in self.options.loss_changes.items()}
+        options: dict[str, Any] = {LOSS_ARGUMENTS[key]: value for key, value in self.options.loss_changes.items()}
         if prepared.class_weights is not None:
             import torch
 
