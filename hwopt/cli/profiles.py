@@ -39,6 +39,7 @@ profiles = lister("List the profiles, or show one.", list_profiles)
 @click.argument("name")
 @format_option
 def show(name: str, format_: str) -> None:
+    from hwopt.config.toml import leaves
     from hwopt.planning.inputs import Inputs
 
     files = profile_files()
@@ -50,15 +51,6 @@ def show(name: str, format_: str) -> None:
     data = profile.document.data
     if format_ == "json":
         return say_json(data)
-    for key, value, place in profile_values(data, (), profile.document.place):
-        say(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")
-
-
-def profile_values(table: dict[str, Any], above: tuple[str, ...], place: Any) -> Any:
-    """Dotted key, value and place of everything in `table`; an empty table counts as a value."""
-    for key, value in table.items():
-        path = (*above, key)
-        if isinstance(value, dict) and value:
-            yield from profile_values(value, path, place)
-        else:
-            yield ".".join(path), value, short_place(place(path))
+    for key, value in leaves(data):
+        place = short_place(profile.document.place(key))
+        say(f"{'.'.join(key)} = {json.dumps(value, default=str, ensure_ascii=False)}  # {place}")

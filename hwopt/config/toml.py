@@ -114,6 +114,15 @@ def _parts(dotted: str) -> Key:
     return tuple(part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", dotted))
 
 
+def leaves(table: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Key and value of everything in `table`; an empty table counts as a value."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
 def parse_assignment(text: str) -> tuple[Key, Any]:
     """`training.seed=3` as (("training", "seed"), 3). The value is read as TOML, or kept as text if it is not valid TOML."""
     key, equals, value = text.partition("=")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
 import yaml
 
-from hwopt.config.toml import parse_toml
+from hwopt.config.toml import leaves, parse_toml
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
@@ -84,18 +84,10 @@ def from_toml(text: str, name: str) -> SourceFile:
     lines: Mapping[tuple[str, ...], int] = document.lines
     entries = [
         Entry(path, value, next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1))
-        for path, value in toml_leaves(document.data, ())
+        for path, value in leaves(document.data)
     ]
     without_strings = TOML_STRING.sub(lambda found: "x" * len(found[0]), text)
     return with_comments(SourceFile(name, "TOML", tuple(entries)), text, comments_of(without_strings))
-
-
-def toml_leaves(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from toml_leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
 
 
 def comments_of(text: str) -> dict[int, str]:
