@@ -18,7 +18,6 @@ from hwopt.system.ranks import rank_and_world
 from hwopt.text import printable
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from rich.console import Console
 
     from hwopt.planning.inputs import Inputs
@@ -56,14 +55,11 @@ def with_shortcuts(command: Command) -> Command:
 def instead_of_option(name: str) -> str:
     """What to give instead of the unknown option `name`; "" if no key of the job or of a plugin has such a name."""
     from hwopt.config.aliases import instead_of
-    from hwopt.config.job import Data
-    from hwopt.config.job_model import Model
-    from hwopt.config.job_training import Training
+    from hwopt.config.job import Job
+    from hwopt.config.validation import home_of
 
     word = name.lstrip("-").replace("-", "_")
-    tables: dict[str, type[BaseModel]] = {"training": Training, "data": Data, "model": Model}
-    keys = [f"{table}.{word}" for table, model in tables.items() if word in model.model_fields]
-    found = keys[0] if keys else instead_of(word)
+    found = home_of(Job, word) or instead_of(word)
     return found if not found or found.startswith("--") else f"--set {found.split(' ')[0]}=VALUE"
 
 

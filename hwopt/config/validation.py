@@ -67,7 +67,7 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])
-        if (home := _home_of(model, loc[-1]) or instead_of(loc[-1])) and home != dotted:
+        if (home := home_of(model, loc[-1]) or instead_of(loc[-1])) and home != dotted:
             own = f". {loc[0]} has: {listing(known, 30)}" if len(loc) > 1 and 0 < len(known) <= FEW_KEYS else ""
             return f"{where}: {dotted}: unknown key; give {home} instead{own}"
         return f"{where}: {dotted}: unknown key.{nearest(loc[-1], known)} It has: {listing(known, 30) or 'no options'}"
@@ -83,8 +83,8 @@ def _describe(model: type[BaseModel], document: Document, at: Key, problem: dict
     return f"{where}: {dotted}: {message[0].lower() + message[1:]}, got {truncate(given)}"
 
 
-def _home_of(model: type[BaseModel], word: str) -> str:
-    """The key `word` of another table, if exactly one table has it."""
+def home_of(model: type[BaseModel], word: str) -> str:
+    """The key `word` of a table of `model`, such as "training.seed", if exactly one table has it."""
     homes = [f"{table}.{word}" for table in model.model_fields if word in _fields_at(model, (table,))]
     return homes[0] if len(homes) == 1 else ""
 
