@@ -47,14 +47,9 @@ def status_code(folder: Path) -> int | None:
     return read_status(folder)[0]
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The final metrics of a complete run; {} without a readable file."""
-    return read_object(folder / SUMMARY)
-
-
 def completed_steps(folder: Path) -> int:
     """The number of steps of a complete run; 0 for a run without a summary."""
-    return int(read_summary(folder).get("step", 0))
+    return int(read_object(folder / SUMMARY).get("step", 0))
 
 
 def read_evidence(path: Path) -> list[dict[str, Any]]:
@@ -71,12 +66,16 @@ def read_evidence(path: Path) -> list[dict[str, Any]]:
     return [*found, *last.values()]
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def metric_values(line: dict[str, Any]) -> dict[str, float | None]:
     """The entries of `line` that are numbers, or None: a number that was not finite. Those of a table in it as "table.key"."""
     found: dict[str, float | None] = {}
     for key, value in line.items():
         if isinstance(value, dict):
             found |= {f"{key}.{inner}": number for inner, number in metric_values(value).items()}
-        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        elif value is None or is_number(value):
             found[key] = value
     return found

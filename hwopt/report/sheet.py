@@ -54,10 +54,6 @@ def known(value: Any, shown: Callable[[Any], str]) -> str:
     return ABSENT if value is None else shown(value)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def value_text(value: Any) -> str:
     """An option or a key of a plan; a list in its order of preference."""
     if value is None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hwopt.records.run_files import is_number
 from hwopt.records.run_record import RunRecord
-from hwopt.report.sheet import gib, is_number, with_unit
+from hwopt.report.sheet import gib, with_unit
 
 Grade = Literal["good", "bad", "open", "result"]
 """What a line means for the reader: fine, a problem, not known yet, or a figure to judge."""

@@ -25,7 +25,7 @@ from hwopt.memory.forecast import planner
 from hwopt.memory.forecast.known_limits import record_limit
 from hwopt.planning.plan import Plan, Replan
 from hwopt.plugin.registry import Registry
-from hwopt.records.run_files import FINAL, completed_steps, read_summary, status_code
+from hwopt.records.run_files import FINAL, SUMMARY, completed_steps, read_object, status_code
 from hwopt.runs.eval_rows import write_eval_rows
 from hwopt.runs.folder import write_status
 from hwopt.runs.journal import Journal
@@ -161,7 +161,7 @@ class Execution(Listener):
         except AlreadyComplete as complete:
             steps = completed_steps(self.folder)
             complete.run.say(f"{self.folder} is complete, after step {steps:,}: see {self.folder / 'final'}")
-            return read_summary(self.folder)
+            return read_object(self.folder / SUMMARY)
         except BaseException as raised:
             error = self.to_user_error(raised)
             written = self.record_outcome(error)

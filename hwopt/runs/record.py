@@ -15,12 +15,12 @@ from hwopt.records.run_files import (
     METRICS,
     PLAN,
     PROCESSES,
+    SUMMARY,
     metric_values,
     read_evidence,
     read_json_lines,
     read_object,
     read_status,
-    read_summary,
 )
 from hwopt.records.run_record import RunRecord
 from hwopt.runs.folder import in_use_on_this_host, read_owner
@@ -55,7 +55,7 @@ def read_record(folder: Path) -> RunRecord:
             [row for row in rows if row.get("step") is not None],
             read_evidence(folder / EVIDENCE),
             read_object(folder / MEMORY),
-            read_summary(folder),
+            read_object(folder / SUMMARY),
             exit_code,
             message,
             process_alive(folder),

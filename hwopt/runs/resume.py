@@ -11,7 +11,7 @@ from typing import Any
 from hwopt.config.aliases import option_for
 from hwopt.distributed.data_parallel import error_of_rank
 from hwopt.errors import FolderInUseError, HwoptError, InputError, StorageError
-from hwopt.records.run_files import FINAL, completed_steps, read_summary
+from hwopt.records.run_files import FINAL, SUMMARY, completed_steps, read_object
 from hwopt.runs.folder import lock_run_folder
 from hwopt.runs.launch import broadcast_folder
 from hwopt.saving.reader import Checkpoint, copy_best, latest_valid, list_checkpoints, load_checkpoint
@@ -81,7 +81,7 @@ def select_checkpoint(run: Run, resume: bool | Path) -> Checkpoint | None:
         refuse_another_run(found, run.facts)
     done = completed_steps(run.folder) if (run.folder / FINAL).is_dir() else 0
     patience = run.training.early_stopping_patience
-    stops = patience is not None and int(read_summary(run.folder).get("early_stopping_count", 0)) >= patience
+    stops = patience is not None and int(read_object(run.folder / SUMMARY).get("early_stopping_count", 0)) >= patience
     if done and (found is None or resume is True) and (done >= run.total_steps or stops):
         raise AlreadyComplete(run)
     if done and found is None:
