@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from hwopt.config.entry_points import by_name, distribution_of
+from hwopt.config.toml import leaves
 from hwopt.errors import InputError
 from hwopt.text import first_line, listing, nearest
 from hwopt.training.listener import Listener, Row, Summary
@@ -86,7 +87,8 @@ class Tracker(Listener):
 
     def on_log(self, run: Run, row: Row) -> None:
         values = {}
-        for key, value in flat(row).items():
+        for path, value in leaves(row):
+            key = "/".join(path)
             first, _, rest = key.partition("_")
             values[f"{first}/{rest}" if first in ("eval", "test") else f"train/{key}"] = value
         self.send(run, "log", values, step=int(row["step"]))
@@ -103,14 +105,3 @@ class Tracker(Listener):
         except Exception as error:
             self.tracker = None
             run.warn(f"The tracker {self.name} failed ({first_line(error)}) and gets nothing more; the run continues")
-
-
-def flat(row: Row) -> dict[str, float]:
-    """`row` with the numbers of a nested dict as "outer/inner"."""
-    found: dict[str, float] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            found |= {f"{key}/{name}": number for name, number in flat(value).items()}
-        else:
-            found[key] = value
-    return found
