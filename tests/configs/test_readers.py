@@ -51,51 +51,9 @@ def test_second_key_for_one_word_is_listed() -> None:
     assert "learning_rate (f:1) says the same thing" in left.reason
 
 
-# fmt: off
-DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "axolotl": (  # further keys of both tools: tests/golden/import
-        "micro_batch_size: 2\nlora_target_linear: true\nflash_attention: true\n"
-        "batch_size: 16\ngradient_checkpointing: offload\n"
-        "datasets:\n  - path: d\n    name: c\n    split: train[:9%]\n    type: alpaca\n  - path: e\n",
-        {
-            "effective_batch_size": 16,
-            "gradient_checkpointing": True,
-            "per_device_train_batch_size": 2,
-            "lora_target_modules": "all-linear",
-            "attn_implementation": "flash_attention_2",
-            "train_file": "d:c",
-            "dataset_train_split": "train[:9%]",
-        },
-    ),
-    "llama-factory": (
-        "lora_target: all\nlora_rank: 8\nflash_attn: fa2\nmask_history: true\nearly_stopping_steps: 3\n",
-        {"lora_target_modules": "all-linear", "lora_r": 8, "attn_implementation": "flash_attention_2", "assistant_turns": "last",
-         "early_stopping_patience": 3, "task": "causal-lm"}),
-    "deepspeed": (
-        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": true},'
-        '"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
-        '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}',
-        {"effective_batch_size": 64, "per_device_train_batch_size": 8, "max_grad_norm": 1.0, "bf16": True, "optim": "adamw_torch",
-         "learning_rate": 3e-5, "adam_beta1": 0.9, "adam_beta2": 0.95, "zero_stage": 3, "zero_offload": "parameters"}),
-    "accelerate": (
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nmixed_precision: 'no'\nnum_processes: 4\ngpu_ids: all\n",
-        {"distributed_type": "FSDP", "mixed_precision": "no", "num_processes": 4, "fsdp": "FSDP"}),
-    "transformers": ("optim: adamw_torch\n", {"optim": "adamw_torch"}),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("tool", DIALECTS)
-def test_tool_is_recognised_and_its_keys_are_read(tool: str) -> None:
-    text, expected = DIALECTS[tool]
-    view = read(text)
-    assert view.tool == tool
-    assert view.recognised_by.split(", ")[0].partition(".")[0] in text
-    assert values(view) == expected
-
-
 def test_what_a_dialect_does_not_take_over_is_listed() -> None:
-    keys = [each.key for each in read(DIALECTS["axolotl"][0]).unread]
+    sets = "[{path: d, name: c, type: alpaca}, {path: e}]"
+    keys = [each.key for each in read(f"base_model: m\nmicro_batch_size: 1\ndatasets: {sets}\n").unread]
     assert keys == ["datasets.0.name", "datasets.0.type", "datasets.1.path"]
     assert "task" not in read("base_model: m\nrl: dpo\nmicro_batch_size: 1\n")
     assert read("stage: dpo\nfinetuning_type: freeze\nlora_target: q\n").unread[0].reason.startswith("hwopt has supervised")

@@ -78,6 +78,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "base_model: m\nsequence_len: 8\ndatasets: [{path: a, chat_template: chatml}]\nspecial_tokens: {eos_token: x}": {
         "model.name": "m", "data.max_length": 8, "data.chat_template": "chatml", "data.eos_token": "x", "data.train": "a",
         "task.kind": "causal-lm"},
+    "base_model: m\nadapter: lora\nlora_target_linear: true\nflash_attention: true\nbatch_size: 16\nmicro_batch_size: 2\n"
+    "gradient_checkpointing: offload\ndatasets: [{path: d, name: c, split: 'train[:9%]', type: alpaca}, {path: e}]": {
+        "plugins.adapter.enabled": True, "plugins.adapter.always": True, "plugins.adapter.target_modules": "all-linear",
+        "plugins.sdpa.prefer": ["flash", "efficient", "math"], "plugins.batch.effective": 16, "plugins.batch.train": 2,
+        "plugins.checkpointing.layers": "all", "model.name": "m", "data.train": "d:c", "data.split": "train[:9%]",
+        "task.kind": "causal-lm"},
+    "lora_target: all\nlora_rank: 8\nflash_attn: fa2\nearly_stopping_steps: 3": {
+        "plugins.adapter.target_modules": "all-linear", "plugins.adapter.r": 8, "training.early_stopping_patience": 3,
+        "plugins.sdpa.prefer": ["flash", "efficient", "math"], "task.kind": "causal-lm"},
+    '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, "bf16": {"enabled": true},'
+    '"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},'
+    '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}': {
+        "plugins.batch.effective": 64, "plugins.batch.train": 8, "training.max_grad_norm": 0.5, "plugins.precision.dtype": "bf16",
+        "plugins.optimizer.name": "adamw_torch", "training.learning_rate": 3e-5, "training.adam_beta1": 0.9,
+        "training.adam_beta2": 0.95, "plugins.zero.stage": 3, "plugins.zero.offload": "parameters"},
+    "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nmixed_precision: 'no'\nnum_processes: 4": {
+        "plugins.fsdp.enabled": True},
     "neftune_noise_alpha: 5": {"plugins.neftune.alpha": 5},
     "train_sampling_strategy: group_by_length": {"plugins.group_lengths.enabled": True},
     "torch_compile: true\ntorch_compile_mode: reduce-overhead": {
