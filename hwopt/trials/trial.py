@@ -74,7 +74,6 @@ class Variant:
 class Outcome:
     """How a trial ended, and what was measured. Without `ending == "completed"` there may be no windows."""
 
-    variant: Variant
     ending: TrialEnding
     message: str = ""  # why it did not complete: the exact message of the error
     windows: Sequence[Window] = ()
@@ -119,21 +118,21 @@ def run_trial(job: Path | None, variant: Variant, steps: int, folder: Path, limi
     write_json(folder / REQUEST, request)
     code = launch(folder, limit_s)
     if code is None:
-        return Outcome(variant, "timed out", f"no end after {limit_s:.0f} s")
-    return outcome_of(variant, folder, code, steps)
+        return Outcome("timed out", f"no end after {limit_s:.0f} s")
+    return outcome_of(folder, code, steps)
 
 
-def outcome_of(variant: Variant, folder: Path, exit_code: int, steps: int) -> Outcome:
+def outcome_of(folder: Path, exit_code: int, steps: int) -> Outcome:
     """The outcome of a trial whose process ended with `exit_code`, from the files in its `folder`."""
-    if read_status(folder)[0] != exit_code:  # the process could not say it
-        return Outcome(variant, "crashed", death_message(exit_code, folder / OUTPUT))
+    recorded, message = read_status(folder)
+    if recorded != exit_code:  # the process could not say it
+        return Outcome("crashed", death_message(exit_code, folder / OUTPUT))
     ending = ENDINGS.get(exit_code, "crashed")
     if ending != "completed":
-        return Outcome(variant, ending, read_status(folder)[1])
+        return Outcome(ending, message)
     record = read_record(folder)
     windows = [window for window in record.windows if window.step < steps]
     return Outcome(
-        variant,
         "completed",
         windows=windows[len(windows) // WARM_UP :],
         losses={int(row["step"] or 0): row.get("loss") for row in record.log_rows},

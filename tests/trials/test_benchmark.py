@@ -50,12 +50,10 @@ class Machine:
         self.trials.append((variant.name, steps, variant.without_dropout))
         if variant.name in self.failing:
             ending, message = self.failing[variant.name]
-            return Outcome(variant, ending, message)
+            return Outcome(ending, message)
         speed = self.speeds[variant.name] * (1 + self.noise * self.draw.uniform(-1, 1))
         losses = dict(enumerate(self.losses.get(variant.name, (2.0, 1.0)), 1))
-        return Outcome(
-            variant, "completed", windows=[Window(2, 1, 8 / speed, 8, 80)], losses=losses, steps_per_epoch=10, peak_gib=1.5
-        )
+        return Outcome("completed", windows=[Window(2, 1, 8 / speed, 8, 80)], losses=losses, steps_per_epoch=10, peak_gib=1.5)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def write_trial(folder: Path, **files: object) -> Path:
 
 
 def test_speed_leaves_out_profiled_steps_and_the_warm_up(tmp_path: Path) -> None:
-    found = outcome_of(VARIANT, write_trial(tmp_path / "trial"), 0, STEPS)
+    found = outcome_of(write_trial(tmp_path / "trial"), 0, STEPS)
     assert found.completed
     assert (found.peak_gib, found.reduced_rows) == (3.5, 4)
     assert [window.step for window in found.windows] == list(range(4, STEPS))  # a fifth of 10 is left out
@@ -35,7 +35,7 @@ def test_speed_leaves_out_profiled_steps_and_the_warm_up(tmp_path: Path) -> None
 
 def test_plugin_that_is_not_active_is_named(tmp_path: Path) -> None:
     evidence = {"plugins": [{"name": "tf32", "status": "inactive", "seen": "0 of 12 matmuls"}]}
-    found = outcome_of(VARIANT, write_trial(tmp_path / "trial", evidence=evidence), 0, STEPS)
+    found = outcome_of(write_trial(tmp_path / "trial", evidence=evidence), 0, STEPS)
     assert found.not_active == ("tf32 inactive: 0 of 12 matmuls",)
 
 
@@ -49,15 +49,15 @@ def test_plugin_that_is_not_active_is_named(tmp_path: Path) -> None:
 )
 def test_failed_trial_has_the_message_of_its_status(code: int, message: str, ending: str, tmp_path: Path) -> None:
     write_run(tmp_path / "trial", processes=[PROCESS], status=(code, message))
-    assert outcome_of(VARIANT, tmp_path / "trial", code, STEPS) == Outcome(VARIANT, ending, message)
+    assert outcome_of(tmp_path / "trial", code, STEPS) == Outcome(ending, message)
 
 
 def test_process_that_died_is_described_by_its_output(tmp_path: Path) -> None:
     write_run(tmp_path / "trial", status=(None, "running"))
     (tmp_path / "trial" / OUTPUT).write_text("loading\nSegmentation \x1b[31mfault\n")
-    found = outcome_of(VARIANT, tmp_path / "trial", -11, STEPS)
+    found = outcome_of(tmp_path / "trial", -11, STEPS)
     assert (found.ending, found.message) == ("crashed", "ended by signal 11: Segmentation \\x1b[31mfault")
-    killed = outcome_of(VARIANT, tmp_path / "trial", -9, STEPS)
+    killed = outcome_of(tmp_path / "trial", -9, STEPS)
     assert killed.message.startswith("killed (SIGKILL); the system does this if the host is out of memory")
 
 
@@ -68,7 +68,7 @@ def test_trial_is_asked_for_in_the_words_of_run(tmp_path: Path) -> None:
         asked.update(read_object(folder / REQUEST), limit_s=limit_s)
 
     found = run_trial(Path("job.toml"), VARIANT, 9, tmp_path / "trial", 5.0, launch)
-    assert found == Outcome(VARIANT, "timed out", "no end after 5 s")
+    assert found == Outcome("timed out", "no end after 5 s")
     assert asked == {
         "name": "mine",
         "profile": "cpu",

@@ -20,11 +20,11 @@ from hwopt.trials.tuning import measurement_of, without_compilation
 Answer = Callable[[Variant, int], Outcome]
 
 
-def outcome(variant: Variant, seconds: float, wait: float = 0.0, **given: Any) -> Outcome:
+def outcome(seconds: float, wait: float = 0.0, **given: Any) -> Outcome:
     """A trial of 20 steps of `seconds`."""
     windows = tuple(Window(step, 1, seconds * (1 + 0.001 * (step % 3)), 16.0, 200.0) for step in range(1, 21))
     waits = {window.step: wait for window in windows}
-    return Outcome(variant, "completed", windows=windows, peak_gib=0.5, data_waits=waits, **given)
+    return Outcome("completed", windows=windows, peak_gib=0.5, data_waits=waits, **given)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def rows_of(variant: Variant) -> int:
 
 
 def best_at_4_rows(variant: Variant, number: int) -> Outcome:
-    return outcome(variant, 1 + abs(math.log2(rows_of(variant) / 4)))
+    return outcome(1 + abs(math.log2(rows_of(variant) / 4)))
 
 
 def tune(folder: Path, *arguments: str, **variables: str) -> CompletedProcess[str]:
@@ -81,7 +81,7 @@ def test_screen_has_a_line_per_trial_and_the_file_the_best_setting(trials: Any, 
 
 
 def test_start_that_is_best_writes_nothing(trials: Any, tmp_path: Path) -> None:
-    asked = trials(lambda variant, number: outcome(variant, 1.0 if number == 1 else 2.0))
+    asked = trials(lambda variant, number: outcome(1.0 if number == 1 else 2.0))
     done = tune(tmp_path)
     assert done.returncode == 0
     assert "best: the start: no trial is clearly faster. No file is written" in done.stdout
@@ -105,10 +105,10 @@ def test_failed_trials_are_lines_of_the_table(trials: Any, tmp_path: Path) -> No
 
     def answer(variant: Variant, number: int) -> Outcome:
         if number == 2:
-            return Outcome(variant, "out of memory", "The step does not fit.\nMore text")
+            return Outcome("out of memory", "The step does not fit.\nMore text")
         if number == 3:
-            return Outcome(variant, "timed out", "no end after 9 s")
-        return outcome(variant, 1.0)
+            return Outcome("timed out", "no end after 9 s")
+        return outcome(1.0)
 
     trials(answer)
     done = tune(tmp_path)
@@ -125,7 +125,7 @@ def test_failed_trials_are_lines_of_the_table(trials: Any, tmp_path: Path) -> No
     ],
 )
 def test_start_that_fails_is_an_error(trials: Any, ending: Any, code: int, said: str, tmp_path: Path) -> None:
-    asked = trials(lambda variant, number: Outcome(variant, ending, "why"))
+    asked = trials(lambda variant, number: Outcome(ending, "why"))
     done = tune(tmp_path)
     assert done.returncode == code
     assert said in done.stderr
@@ -138,7 +138,7 @@ def test_interrupt_writes_the_best_so_far(trials: Any, tmp_path: Path) -> None:
     def answer(variant: Variant, number: int) -> Outcome:
         if number == last:
             raise KeyboardInterrupt
-        return outcome(variant, 1.0 / number)
+        return outcome(1.0 / number)
 
     trials(answer)
     assert tune(tmp_path).returncode == 130
@@ -162,9 +162,9 @@ def test_option_that_the_job_sets_is_named(trials: Any, tmp_path: Path) -> None:
 
 def test_part_of_the_time_that_waits_for_data_is_weighted_by_the_steps() -> None:
     windows = (Window(1, 1, 1.0, 8, 80), Window(2, 1, 3.0, 8, 80))
-    found = measurement_of(Outcome(Variant("x", "cpu"), "completed", windows=windows, data_waits={2: 0.5}), "samples")
+    found = measurement_of(Outcome("completed", windows=windows, data_waits={2: 0.5}), "samples")
     assert found.data_wait == pytest.approx(1.5 / 4)
-    assert measurement_of(outcome(Variant("x", "cpu"), 1.0, reduced_rows=4), "tokens").failure == "out of memory"
+    assert measurement_of(outcome(1.0, reduced_rows=4), "tokens").failure == "out of memory"
 
 
 def test_steps_that_compile_are_left_out_and_steps_that_wait_are_not() -> None:
