@@ -1,14 +1,13 @@
 """The table of a bench on the terminal and as a page."""
 
-import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from report.printed import printed
 from report.test_page import MARKUP, text_of
 
 from hwopt.report.bench import bench_page, bench_verdict, show_bench
-from hwopt.report.terminal import Terminal
 from hwopt.trials.benchmark import Bench, BenchRow
 from hwopt.trials.rounds import Speedup
 
@@ -37,14 +36,12 @@ ROWS = [
 BENCH = Bench(ROWS, FACTS, "resident memory of the process", ["a note"])
 
 
-def printed(bench: Bench) -> list[str]:
-    text = io.StringIO()
-    show_bench(Terminal(file=text), bench)
-    return [" ".join(line.split()) for line in text.getvalue().splitlines()]
+def lines_of(bench: Bench) -> list[str]:
+    return [" ".join(line.split()) for line in printed(lambda console: show_bench(console, bench)).splitlines()]
 
 
 def test_table_has_a_row_per_variant() -> None:
-    lines = printed(BENCH)
+    lines = lines_of(BENCH)
     table = lines[lines.index("variant time/step time/epoch samples/s real tokens/s peak memory speed loss note") + 1 :]
     figures = "80 ms 2.5 min 100 2,346 0.75 GiB"
     assert table[0] == f"baseline {figures} 1 -"
@@ -87,7 +84,7 @@ def test_page_begins_with_the_verdict() -> None:
 
 def test_difference_that_is_not_clear_is_marked() -> None:
     found = replace(BENCH, rows=[ROWS[0], replace(ROWS[2], speedup=Speedup(1.01, 0.98, 1.02, 5))])
-    assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(printed(found))
+    assert "= x1.01 (0.98 to 1.02) of baseline" in "\n".join(lines_of(found))
 
 
 def test_page_escapes_names_and_messages() -> None:

@@ -1,9 +1,8 @@
 """The tables of a classifier's results."""
 
-from io import StringIO
+from report.printed import printed
 
 from hwopt.report.classes import SCREEN, class_sheet, class_sheets, confusion_sheet, show_classes
-from hwopt.report.terminal import Terminal
 
 
 def scores(label: str, f1: float, support: int = 3) -> dict[str, object]:
@@ -41,8 +40,7 @@ def test_the_widest_tables_fit_80_columns() -> None:
         "classes": [scores(label, 0.5, 1_234_567) for label in labels],
         "confusion_matrix": {"labels": labels, "rows": [[99_999] * len(labels)] * len(labels)},
     }
-    shown = StringIO()
-    show_classes(Terminal(file=shown, width=80, force_terminal=True, color_system=None), details, "evaluation, best weights")
-    assert max(map(len, shown.getvalue().splitlines())) <= 80
-    assert shown.getvalue().count("99,999") == len(labels) ** 2
-    assert shown.getvalue().count("1,234,567") == len(labels)
+    shown = printed(lambda console: show_classes(console, details, "evaluation, best weights"), 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("99,999") == len(labels) ** 2
+    assert shown.count("1,234,567") == len(labels)

@@ -1,10 +1,10 @@
 """Runs side by side: their figures, what differs, and whether they are ones of the same job."""
 
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report.printed import printed
 from report.run_folders import MEMORY, PLAN, PROCESS, changed, eval_row, log_rows, record_of
 
 from hwopt.report.comparison import (
@@ -17,7 +17,6 @@ from hwopt.report.comparison import (
     show_plans,
     show_runs,
 )
-from hwopt.report.terminal import Terminal
 
 
 def rows_of(speed: float, seed: int = 0, f1: float = 0.5) -> list[dict[str, Any]]:
@@ -65,9 +64,7 @@ def test_screen_has_figures_ratio_and_differences(tmp_path: Path) -> None:
         record_of(tmp_path / "rtx3070_8gb_batch96", rows_of(150, 1), plan=changed(PLAN, training__learning_rate=2e-3)),
         record_of(tmp_path / "rtx3070_8gb_experimental", rows_of(75, 2)),
     ]
-    output = StringIO()
-    show_runs(Terminal(file=output, force_terminal=True, color_system=None, width=80), records)
-    text = output.getvalue()
+    text = printed(lambda console: show_runs(console, records), 80)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "samples/s\n" in text, "a narrow terminal gets blocks of lines"
     for part in ("_batch96 against rtx3070_8gb_batch32: 1.5", "the same samples in each", "training.learning_rate", "0.002"):
@@ -90,12 +87,11 @@ def test_plans_are_compared_by_their_predictions() -> None:
     fast = changed(slow, profile="fast", memory__time__step=[0.05, 0.15])
     assert predicted_ratio(fast, slow) == pytest.approx((4 / 3, 2.0))
     assert plans_to_dict([slow, fast])["ratios"] == [{"profile": "fast", "samples_per_second_ratio": pytest.approx((4 / 3, 2.0))}]
-    output = StringIO()
-    show_plans(Terminal(file=output), [slow, fast])
-    assert "fast against slow: 1.33 to 2.00 times the samples/s (estimated from the card's peak speeds)" in output.getvalue()
-    assert "10 to 20 s" in output.getvalue()
-    show_plans(Terminal(file=output), [changed(slow, batch__step=100, memory__time__step=[0.08, 1.2])])
-    assert "83.3 to 1,250" in output.getvalue()
+    both = printed(lambda console: show_plans(console, [slow, fast]))
+    assert "fast against slow: 1.33 to 2.00 times the samples/s (estimated from the card's peak speeds)" in both
+    assert "10 to 20 s" in both
+    other = changed(slow, batch__step=100, memory__time__step=[0.08, 1.2])
+    assert "83.3 to 1,250" in printed(lambda console: show_plans(console, [other]))
     without = changed(slow, memory__time=None)
     assert predicted_ratio(without, slow) is None
-    show_plans(Terminal(file=output), [slow, without])
+    printed(lambda console: show_plans(console, [slow, without]))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from report.printed import printed
 
 from hwopt import api
 from hwopt.plugin import Evidence
@@ -66,24 +67,22 @@ def test_remaining_time_leaves_out_the_first_log_point() -> None:
     ],
 )
 def test_last_lines_say_which_weights_are_kept(best: dict[str, float], weights: str) -> None:
-    output = StringIO()
     run = run_of(2_000, 2_000)
     run.skeleton = None
-    Screen(Terminal(file=output)).on_finish(run, {"step": 2_000, **best})
-    assert f"model: runs/x/final, {weights} (open it with from_pretrained)" in output.getvalue()
+    shown = printed(lambda console: Screen(console).on_finish(run, {"step": 2_000, **best}))
+    assert f"model: runs/x/final, {weights} (open it with from_pretrained)" in shown
 
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_evidence_lists_what_is_not_active(verbose: bool) -> None:
-    output = StringIO()
     found = [
         (SimpleNamespace(name="precision"), Evidence.active("498 of 692 matmuls in bf16")),
         (SimpleNamespace(name="tf32"), Evidence.inactive("0 of 692 matmuls in fp32")),
     ]
-    Screen(Terminal(file=output), verbose).on_evidence(run_of(10), found)
-    assert "1 of 2 plugins are active" in output.getvalue()
-    assert "0 of 692 matmuls in fp32" in output.getvalue()
-    assert ("498 of 692" in output.getvalue()) == verbose
+    shown = printed(lambda console: Screen(console, verbose).on_evidence(run_of(10), found))
+    assert "1 of 2 plugins are active" in shown
+    assert "0 of 692 matmuls in fp32" in shown
+    assert ("498 of 692" in shown) == verbose
 
 
 def test_run_log_holds_what_the_run_printed(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from report.printed import printed
 from report.run_folders import PLAN, changed
 
 from hwopt.config.task_kinds import task_facts
@@ -85,14 +85,6 @@ def plugins(console: Terminal) -> None:
 
 TABLES = [side_by_side, memory, sharding, plugins]
 FIGURES = re.compile(r"\d[\d,.]*\d")
-
-
-def printed(table: Callable[[Terminal], None], width: int | None = None) -> str:
-    """What a table prints into a pipe, or on a terminal of `width` columns, without its colours."""
-    output = StringIO()
-    options: Any = {} if width is None else {"force_terminal": True, "width": width, "color_system": "standard"}
-    table(Terminal(file=output, **options))
-    return re.sub(r" +$", "", re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(
