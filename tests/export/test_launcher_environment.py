@@ -23,22 +23,10 @@ EXPORTS = {
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ACCELERATE_MIXED_PRECISION", "fp16"),  # that of the plan
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
-        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "None"),
-        ("ACCELERATE_GRADIENT_CLIPPING", "1"),
-        ("FSDP_OFFLOAD_PARAMS", "false"),  # what --use_fsdp alone sets
-    ],
-)
-def test_neutral_and_equal_settings_are_accepted(name: str, value: str) -> None:
-    refuse_contradictions({**BARE_LAUNCH, name: value}, {"mixed_precision": "fp16"}, GPU, EXPORTS)
-
-
-def test_cpu_of_the_launcher_is_accepted_for_a_plan_on_the_cpu() -> None:
-    refuse_contradictions({"ACCELERATE_USE_CPU": "true"}, {}, CPU)
+def test_what_a_launcher_sets_by_itself_is_accepted() -> None:
+    """Equal settings: tests/export/test_exports.py, with those that the launcher makes of exported files."""
+    by_use_fsdp = {"FSDP_OFFLOAD_PARAMS": "false"}
+    refuse_contradictions(BARE_LAUNCH | by_use_fsdp, {"mixed_precision": "fp16"}, GPU, EXPORTS)
 
 
 @pytest.mark.parametrize(
