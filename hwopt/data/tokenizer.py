@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -72,30 +72,19 @@ def check_vocabulary(tokenizer: Any, embeddings: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The tokens of many texts, concatenated."""
+Encoding = tuple[dict[str, Any], dict[str, Any]]
+"""(arrays: `input_ids` of all samples, concatenated; `lengths`, the tokens of each; others of a token store, what its meta.json
+holds: "cut", the number of samples that were truncated, and "left_out", pairs of a sample that was skipped and the reason)."""
 
-    ids: NDArray[np.int32]  # (tokens,)
-    types: NDArray[np.int32] | None  # (tokens,)
-    lengths: NDArray[np.int64]  # (texts,)
-    truncated: int  # number of texts that were longer than max_length
-    skipped: Mapping[int, str] = field(default_factory=dict)  # samples without tokens -> reason
 
-    def meta(self, tokenizer: Any) -> dict[str, Any]:
-        """The part of a token store's meta.json that describes the tokens."""
-        import numpy as np
+def used_ids(ids: NDArray[np.int32], tokenizer: Any) -> dict[str, Any]:
+    """The part of a token store's meta.json that describes its `ids`."""
+    import numpy as np
 
-        parts = range(0, len(self.ids), UNIQUE)  # all at once would copy the array
-        used = np.unique(np.concatenate([np.unique(self.ids[start : start + UNIQUE]) for start in parts]))
-        special = np.intersect1d(used, np.array(tokenizer.all_special_ids, np.int64))
-        return {
-            "samples": len(self.lengths),
-            "cut": self.truncated,
-            "left_out": [[sample, reason] for sample, reason in self.skipped.items()],
-            "special_ids": special.tolist(),
-            "largest_id": int(used[-1]),
-        }
+    parts = range(0, len(ids), UNIQUE)  # all at once would copy the array
+    used = np.unique(np.concatenate([np.unique(ids[start : start + UNIQUE]) for start in parts]))
+    special = np.intersect1d(used, np.array(tokenizer.all_special_ids, np.int64))
+    return {"special_ids": special.tolist(), "largest_id": int(used[-1])}
 
 
 @dataclass(frozen=True)
@@ -127,8 +116,8 @@ class LengthLimit:
 
 
 def encode(
-    tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, places: Places, types: bool, chunks: Chunks | None = None
-) -> Encoded:
+    tokenizer: Any, texts: Sequence[Sequence[str]], limit: LengthLimit, places: Places, types: bool, chunks: Chunks
+) -> Encoding:
     """The tokens of `texts` (one column, or two for pairs) with the tokenizer's special tokens; texts without tokens are skipped.
 
     `types`: also token_type_ids. Raises InputError if max_length leaves no room for text, DataError as `LengthLimit.check`.
@@ -138,7 +127,6 @@ def encode(
     special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
     if limit.max_length is not None and limit.max_length < special + len(texts):
         raise InputError(f"data.max_length: {limit.max_length} leaves no room for text: {special} special tokens are added")
-    chunks = Chunks() if chunks is None else chunks
     state, most = chunks.state, limit.max_length
     for start in range(chunks.done, len(texts[0]), CHUNK):
         chunk = [list(column[start : start + CHUNK]) for column in texts]
@@ -154,12 +142,13 @@ def encode(
         state["empty"] = state.get("empty", []) + (start + np.flatnonzero(lengths == 0)).tolist()
         arrays: dict[str, NDArray[Any]] = {"ids": joined(ids), "types": joined(kinds), "lengths": lengths[lengths > 0]}
         chunks.add(start + len(ids), arrays)
-    found, token_types = chunks.array("ids", np.int32), chunks.array("types", np.int32)
-    if not len(found):
+    found = {"input_ids": chunks.array("ids", np.int32), "lengths": chunks.array("lengths", np.int64)}
+    if not len(found["input_ids"]):
         raise DataError(f"{places.source}: no text has a token")
-    skipped = dict.fromkeys(state.get("empty", ()), "has no tokens")
-    lengths = chunks.array("lengths", np.int64)
-    return Encoded(found, token_types if len(token_types) else None, lengths, state.get("truncated", 0), skipped)
+    if len(token_types := chunks.array("types", np.int32)):
+        found["token_type_ids"] = token_types
+    skipped = [[sample, "has no tokens"] for sample in state.get("empty", ())]
+    return found, {"cut": state.get("truncated", 0), "left_out": skipped}
 
 
 def encoded_batch(

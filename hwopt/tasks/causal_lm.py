@@ -23,14 +23,14 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore, held_out_count
-from hwopt.data.tokenizer import LengthLimit
+from hwopt.data.tokenizer import Encoding, LengthLimit
 from hwopt.errors import DataError
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import Generation, TextGenerator
 from hwopt.tasks.model_families import DECODER_FAMILY, ModelFamily
 from hwopt.tasks.next_token import SampleArrays, encode_blocks, encode_prompts, encode_texts, token_loss
 from hwopt.tasks.predictors import TextPredictor
-from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.preparation import token_store
 from hwopt.tasks.prepared import IGNORED, ChatTokens, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, spans_of
 from hwopt.tasks.recognition import Recognised

@@ -11,12 +11,12 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import text_columns
 from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore
-from hwopt.data.tokenizer import encode
+from hwopt.data.tokenizer import Encoding, encode
 from hwopt.errors import InputError
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import Generation
 from hwopt.tasks.predictors import ClassPredictor, TextPredictor
-from hwopt.tasks.preparation import Encoding, described, token_store
+from hwopt.tasks.preparation import described, token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.text import truncate
 
@@ -55,11 +55,10 @@ class LabelledTexts(Task):
         labels, names = samples.labels, trained.label_names
 
         def encoded(chunks: Chunks) -> Encoding:
-            found = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types, chunks)
-            kept = [label for sample, label in enumerate(labels) if sample not in found.skipped] if found.skipped else labels
-            made = self.label_array(kept, names)
-            types = {} if found.types is None else {"token_type_ids": found.types}
-            return {"labels": made, "counts": np.full(len(made), made[0].size, np.int32), **types}, found, {}
+            arrays, meta = encode(trained.tokenizer, samples.columns, trained.limit, samples.places, trained.two_types, chunks)
+            skipped = {sample for sample, _ in meta["left_out"]}
+            made = self.label_array([label for sample, label in enumerate(labels) if sample not in skipped], names)
+            return arrays | {"labels": made, "counts": np.full(len(made), made[0].size, np.int32)}, meta
 
         settings = [self.kind, trained.two_types, trained.limit.max_length, len(samples.columns)]
         return token_store(TokenStore, samples, trained, cache, settings, [list(names), *samples.columns, labels], encoded)

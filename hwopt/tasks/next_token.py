@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hwopt.data.answer_checks import common_length
 from hwopt.data.bad_rows import Places
 from hwopt.data.stores.chunks import Chunks
-from hwopt.data.tokenizer import CHUNK, Encoded, LengthLimit, tokens_of
+from hwopt.data.tokenizer import CHUNK, Encoding, LengthLimit, tokens_of
 from hwopt.errors import DataError
-from hwopt.tasks.preparation import Encoding
 from hwopt.tasks.prepared import IGNORED
 
 if TYPE_CHECKING:
@@ -40,11 +39,9 @@ def ended(tokens: Sequence[int], end: int | None) -> list[int]:
 class SampleArrays:
     """Collects samples of tokens with a label each in `chunks`, for the arrays of a token store."""
 
-    def __init__(self, places: Places, limit: LengthLimit, chunks: Chunks | None) -> None:
-        self.places, self.limit = places, limit
-        self.chunks = Chunks() if chunks is None else chunks
-        self.state = self.chunks.state
-        self.skipped: dict[int, str] = dict(self.state.setdefault("skipped", []))
+    def __init__(self, places: Places, limit: LengthLimit, chunks: Chunks) -> None:
+        self.places, self.limit, self.chunks, self.state = places, limit, chunks, chunks.state
+        self.skipped: list[tuple[int, str]] = self.state.setdefault("skipped", [])
 
     def starts(self, samples: int) -> range:
         """The first sample of each group of `CHUNK` that are still to be added."""
@@ -52,8 +49,7 @@ class SampleArrays:
 
     def skip(self, sample: int, reason: str) -> None:
         """Leave a sample out."""
-        self.skipped[sample] = reason
-        self.state["skipped"].append([sample, reason])
+        self.skipped.append((sample, reason))
         self.chunks.done = sample + 1
 
     def add(self, sample: int, tokens: Sequence[int], labels: Sequence[int], reason: str, truncated: bool = False) -> None:
@@ -84,16 +80,15 @@ class SampleArrays:
 
         sizes = self.chunks.array("sizes", np.int64).reshape(-1, 2)  # (samples, tokens and labels)
         if not len(sizes):
-            raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0]}")
-        arrays = {"labels": self.chunks.array("labels", np.int64), "counts": sizes[:, 1].astype(np.int32)}
-        ids = self.chunks.array("ids", np.int32)
-        return arrays, Encoded(ids, None, sizes[:, 0], self.state.get("truncated", 0), self.skipped), meta
+            raise DataError(f"{self.places.source}: no row has a token to predict; {self.places.at(0)} {self.skipped[0][1]}")
+        ids, labels = self.chunks.array("ids", np.int32), self.chunks.array("labels", np.int64)
+        arrays = {"input_ids": ids, "lengths": sizes[:, 0], "labels": labels, "counts": sizes[:, 1].astype(np.int32)}
+        return arrays, {"cut": self.state.get("truncated", 0), "left_out": self.skipped, **meta}
 
 
-def encode_blocks(texts: Sequence[str], tokenizer: Any, block: int, source: str, chunks: Chunks | None = None) -> Encoding:
+def encode_blocks(texts: Sequence[str], tokenizer: Any, block: int, source: str, chunks: Chunks) -> Encoding:
     import numpy as np
 
-    chunks = Chunks() if chunks is None else chunks
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for start in range(chunks.done, len(texts), CHUNK):
         found = tokens_of(tokenizer, list(texts[start : start + CHUNK]))
@@ -108,16 +103,16 @@ def encode_blocks(texts: Sequence[str], tokenizer: Any, block: int, source: str,
     documents_end = np.cumsum(chunks.array("lengths", np.int64))
     begins = np.concatenate([[0], documents_end[:-1] + len(end)])
     arrays = {
+        "input_ids": inputs,
+        "lengths": lengths,
         "labels": labels,
         "counts": lengths.astype(np.int32),
         "documents": np.searchsorted(begins, offsets[:-1], side="right") - 1,
     }
-    return arrays, Encoded(inputs, None, lengths, 0), {"max_length": block}
+    return arrays, {"cut": 0, "left_out": [], "max_length": block}
 
 
-def encode_texts(
-    texts: Sequence[str], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks | None = None
-) -> Encoding:
+def encode_texts(texts: Sequence[str], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks) -> Encoding:
     found = SampleArrays(places, limit, chunks)
     for start in found.starts(len(texts)):
         for sample, ids in enumerate(tokens_of(tokenizer, list(texts[start : start + CHUNK])), start):
@@ -127,7 +122,7 @@ def encode_texts(
 
 
 def encode_prompts(
-    texts: Sequence[Sequence[str]], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks | None = None
+    texts: Sequence[Sequence[str]], tokenizer: Any, limit: LengthLimit, places: Places, chunks: Chunks
 ) -> Encoding:
     """The arrays of prompts with completions, one sample per row.
 

@@ -15,7 +15,7 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.stores.chunks import Chunks, only_process
 from hwopt.data.stores.images import ImageStore
 from hwopt.data.stores.token_store import TokenStore, fingerprint
-from hwopt.data.tokenizer import Encoded, choose_padding
+from hwopt.data.tokenizer import Encoding, choose_padding, used_ids
 from hwopt.data.tokenizer_training import tokenizer_fingerprint
 from hwopt.model.facts import is_decoder
 from hwopt.tasks.prepared import Prepared, Samples, Trained
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 FORMAT = 12  # format of the token stores; a new number invalidates the cached ones
 
 AnyStore = TypeVar("AnyStore", bound=TokenStore)
-Encoding = tuple[dict[str, Any], Encoded, dict[str, Any]]
-"""(arrays of a token store beside the inputs, the inputs, what else its meta.json holds)."""
 
 
 def read_sources(job: Job) -> dict[str, Rows]:
@@ -61,10 +59,12 @@ def token_store(
     tokenizer, limit = trained.tokenizer, trained.limit
 
     def written() -> tuple[dict[str, Any], dict[str, Any]]:
-        arrays, found, meta = encode(Chunks(staged))
-        arrays = {"input_ids": found.ids, "offsets": np.concatenate([[0], np.cumsum(found.lengths)]), **arrays}
-        meta = {"labels_per_token": trained.facts.target != "sample", **found.meta(tokenizer), **meta}
-        return arrays, {"max_length": limit.max_length, **meta}
+        arrays, meta = encode(Chunks(staged))
+        lengths = arrays.pop("lengths")
+        arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
+        per_token = trained.facts.target != "sample"
+        known = {"labels_per_token": per_token, "max_length": limit.max_length, "samples": len(lengths)}
+        return arrays, {**known, **used_ids(arrays["input_ids"], tokenizer), **meta}
 
     key = fingerprint([FORMAT, *settings], tokenizer_fingerprint(tokenizer), *content)
     folder, staged = cache / "tokens" / key, cache / "tokens" / f".{key}.chunks"

@@ -17,7 +17,7 @@ from hwopt.data.sources.rows import Rows
 from hwopt.data.sources.tables import Texts, text_columns
 from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import PairStore
-from hwopt.data.tokenizer import CHUNK, encode, joined
+from hwopt.data.tokenizer import CHUNK, Encoding, encode, joined
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.base import Task
 from hwopt.tasks.generators import Generation, Seq2SeqGenerator
@@ -25,7 +25,7 @@ from hwopt.tasks.model_builder import set_in_configs
 from hwopt.tasks.model_families import SEQ2SEQ_FAMILY, ModelFamily
 from hwopt.tasks.next_token import token_loss
 from hwopt.tasks.predictors import TextPredictor
-from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.preparation import token_store
 from hwopt.tasks.prepared import Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, Span, spans_of
 from hwopt.tasks.recognition import Recognised
@@ -108,24 +108,24 @@ class Seq2SeqLM(Task):
             used = np.flatnonzero(tokens)
             if not len(used):
                 raise DataError(f"{samples.places.source}: no completion has a token")
-            found = encode(tokenizer, [prompts.take(used)], limit, samples.places.take(used.tolist()), False, chunks)
+            arrays, meta = encode(tokenizer, [prompts.take(used)], limit, samples.places.take(used.tolist()), False, chunks)
             skipped = dict.fromkeys(np.flatnonzero(tokens == 0).tolist(), "has a completion without tokens")
-            skipped |= {int(used[sample]): reason for sample, reason in found.skipped.items()}
+            skipped |= {int(used[sample]): reason for sample, reason in meta["left_out"]}
             lengths, kept = np.minimum(tokens, most), np.ones(len(tokens), bool)
             kept[list(skipped)] = False
-            arrays = {
+            arrays |= {
                 "target_ids": ids[np.repeat(kept, lengths)] if skipped else ids,
                 "target_offsets": np.concatenate([[0], np.cumsum(lengths[kept])]),
                 "counts": lengths[kept].astype(np.int32),
             }
-            meta = {
+            meta |= {
                 "max_target_length": most,
                 "start": start,
                 "cut_targets": int((tokens[kept] > most).sum()),
                 "left_out": [[sample, skipped[sample]] for sample in sorted(skipped)],
-                "largest_id": max(int(arrays["target_ids"].max()), int(found.ids.max()), start),
+                "largest_id": max(int(arrays["target_ids"].max()), int(arrays["input_ids"].max()), start),
             }
-            return arrays, found, meta
+            return arrays, meta
 
         settings = [self.kind, limit.max_length, most, start]
         return token_store(PairStore, samples, trained, cache, settings, samples.columns, encoded)

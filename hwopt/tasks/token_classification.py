@@ -20,14 +20,14 @@ from hwopt.data.sources.rows import Rows, class_names, holds_text, is_list
 from hwopt.data.sources.tables import find_column
 from hwopt.data.stores.chunks import Chunks
 from hwopt.data.stores.token_store import TokenStore
-from hwopt.data.tokenizer import CHUNK, LengthLimit
+from hwopt.data.tokenizer import CHUNK, Encoding, LengthLimit
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.classification import Classes
 from hwopt.tasks.labelled_texts import LabelledTexts
 from hwopt.tasks.labels import is_list_of_labels, label_name, label_order, one_label_column
 from hwopt.tasks.next_token import SampleArrays, token_loss
 from hwopt.tasks.predictors import ModelInput, TextPredictor
-from hwopt.tasks.preparation import Encoding, token_store
+from hwopt.tasks.preparation import token_store
 from hwopt.tasks.prepared import IGNORED, Named, Prepared, Samples, Trained
 from hwopt.tasks.preview import Shown, Span
 from hwopt.tasks.recognition import Recognised
@@ -222,7 +222,7 @@ def encode_words(
     tags: Sequence[Sequence[int]],
     limit: LengthLimit,
     places: Places,
-    chunks: Chunks | None = None,
+    chunks: Chunks,
 ) -> Encoding:
     """The arrays of sentences, whose words are joined by spaces. The first token of a word has the number of its tag as label.
 

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
-from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, encode, load_tokenizer
+from hwopt.data.stores.chunks import Chunks
+from hwopt.data.tokenizer import LengthLimit, check_vocabulary, choose_padding, encode, load_tokenizer, used_ids
 from hwopt.data.tokenizer_training import planned_config, tokenizer_fingerprint, train_bpe, train_wordpiece, trained_tokenizer
 from hwopt.errors import DataError, InputError
 
@@ -134,26 +135,27 @@ def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None
 def test_encode_truncates_and_counts_truncated_texts(tmp_path: Path, columns: int) -> None:
     tokenizer = encoder(tmp_path)
     texts = [TEXTS] * columns
-    whole = encode(tokenizer, texts, LengthLimit(None, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
-    found = encode(tokenizer, texts, LengthLimit(9, None), Places("a", "line", range(len(TEXTS))), types=columns == 2)
-    assert whole.truncated == 0
-    assert found.truncated == (whole.lengths > 9).sum() > 0
-    assert found.lengths.tolist() == whole.lengths.clip(max=9).tolist()
-    assert (found.types is None) == (columns == 1)
-    assert found.types is None or len(found.types) == len(found.ids) == found.lengths.sum()
-    meta = found.meta(tokenizer)
-    assert {tokenizer.cls_token_id, tokenizer.sep_token_id} <= set(meta["special_ids"])
-    assert tokenizer.pad_token_id not in meta["special_ids"]
-    assert meta["largest_id"] == found.ids.max()
+    places, types = Places("a", "line", range(len(TEXTS))), columns == 2
+    whole, nothing_cut = encode(tokenizer, texts, LengthLimit(None, None), places, types, Chunks())
+    found, meta = encode(tokenizer, texts, LengthLimit(9, None), places, types, Chunks())
+    assert nothing_cut["cut"] == 0
+    assert meta["cut"] == (whole["lengths"] > 9).sum() > 0
+    assert found["lengths"].tolist() == whole["lengths"].clip(max=9).tolist()
+    assert ("token_type_ids" in found) == types
+    assert len(found.get("token_type_ids", found["input_ids"])) == len(found["input_ids"]) == found["lengths"].sum()
+    used = used_ids(found["input_ids"], tokenizer)
+    assert {tokenizer.cls_token_id, tokenizer.sep_token_id} <= set(used["special_ids"])
+    assert tokenizer.pad_token_id not in used["special_ids"]
+    assert used["largest_id"] == found["input_ids"].max()
 
 
 def test_length_limits_are_checked(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model\.tokenizer: .*cannot load a tokenizer from"):
         load_tokenizer(str(tmp_path))
-    tokenizer = encoder(tmp_path)
+    tokenizer, places = encoder(tmp_path), Places("a.csv", "line", range(12))
     with pytest.raises(InputError, match="leaves no room for text: 3 special tokens"):
-        encode(tokenizer, [TEXTS, TEXTS], LengthLimit(4, None), Places("a.csv", "line", range(12)), types=False)
-    found = encode(decoder(tmp_path), [["a", "", "a"]], LengthLimit(4, None), Places("a.csv", "line", range(3)), types=False)
-    assert (found.lengths.tolist(), found.skipped) == ([1, 1], {1: "has no tokens"})
+        encode(tokenizer, [TEXTS, TEXTS], LengthLimit(4, None), places, False, Chunks())
+    found, meta = encode(decoder(tmp_path), [["a", "", "a"]], LengthLimit(4, None), places, False, Chunks())
+    assert (found["lengths"].tolist(), meta["left_out"]) == ([1, 1], [[1, "has no tokens"]])
     with pytest.raises(DataError, match=r"a\.csv: no text has a token"):
-        encode(decoder(tmp_path), [["", ""]], LengthLimit(4, None), Places("a.csv", "line", range(2)), types=False)
+        encode(decoder(tmp_path), [["", ""]], LengthLimit(4, None), places, False, Chunks())

@@ -13,6 +13,7 @@ from trl.data_utils import common_prefix_length
 
 from hwopt.config.job import Job
 from hwopt.data.bad_rows import Places
+from hwopt.data.stores.chunks import Chunks
 from hwopt.data.tokenizer import LengthLimit, tokens_of
 from hwopt.errors import DataError
 from hwopt.model.config import load_config
@@ -138,7 +139,7 @@ def like_llama_2(start: str) -> Any:
 def test_prompts_and_texts_are_tokenized_whole_as_in_trl(start: str) -> None:
     tokenizer, places, limit = like_llama_2(start), Places("a", "row", range(3)), LengthLimit(None, None)
     prompts, completions = ["what is it? answer:", "answer: ", "quest"], [" it is a house", "a house", "ion"]
-    arrays, encoded, meta = encode_prompts([prompts, completions], tokenizer, limit, places)
+    arrays, meta = encode_prompts([prompts, completions], tokenizer, limit, places, Chunks())
     tokens, labels, merged = [], [], 0
     for prompt, completion in zip(prompts, completions, strict=True):
         alone, whole = tokenizer(prompt)["input_ids"], tokenizer(prompt + completion + "</s>")["input_ids"]
@@ -146,11 +147,11 @@ def test_prompts_and_texts_are_tokenized_whole_as_in_trl(start: str) -> None:
         merged += same < len(alone)
         tokens += whole[:-1]
         labels += [*([IGNORED] * (same - 1)), *whole[same:]]
-    assert encoded.ids.tolist() == tokens
+    assert arrays["input_ids"].tolist() == tokens
     assert arrays["labels"].tolist() == labels
     assert meta["merged"] == merged > 0
-    _, encoded, _ = encode_texts(["it is a house"], tokenizer, limit, places)
-    assert tokenizer.decode(encoded.ids) == tokenizer.decode(tokenizer("it is a house")["input_ids"])
+    arrays, _ = encode_texts(["it is a house"], tokenizer, limit, places, Chunks())
+    assert tokenizer.decode(arrays["input_ids"]) == tokenizer.decode(tokenizer("it is a house")["input_ids"])
 
 
 @pytest.mark.parametrize("start", ["<s>", "</s>"])
@@ -166,18 +167,18 @@ def test_text_that_begins_with_the_first_token_gets_no_second_one(start: str, te
     expected = [tokenizer.bos_token_id, *tokenizer(plain[0], add_special_tokens=False)["input_ids"]]
     assert tokens_of(tokenizer, written)[0] == tokens_of(tokenizer, once_started)[0] == expected
     for make in (
-        lambda texts: encode_texts(texts, tokenizer, limit, places),
-        lambda texts: encode_blocks(texts, tokenizer, 8, "a"),
-        lambda texts: encode_prompts([texts, [" a house"] * 2], tokenizer, limit, places),
+        lambda texts: encode_texts(texts, tokenizer, limit, places, Chunks()),
+        lambda texts: encode_blocks(texts, tokenizer, 8, "a", Chunks()),
+        lambda texts: encode_prompts([texts, [" a house"] * 2], tokenizer, limit, places, Chunks()),
     ):
-        (ours, ids, _), (theirs, once, _) = make(written), make(once_started)
-        assert ids.ids.tolist() == once.ids.tolist()
+        (ours, _), (theirs, _) = make(written), make(once_started)
+        assert ours["input_ids"].tolist() == theirs["input_ids"].tolist()
         assert ours["labels"].tolist() == theirs["labels"].tolist()
     generator = object.__new__(TextGenerator)
     generator.tokenizer, generator.max_positions = tokenizer, None
     assert generator.encode(written)[0] == {"input_ids": expected}
-    trained = encode_prompts([written[:1], [" it is"]], tokenizer, limit, places)[1].ids
-    assert trained[: len(expected)].tolist() == expected
+    trained, _ = encode_prompts([written[:1], [" it is"]], tokenizer, limit, places, Chunks())
+    assert trained["input_ids"][: len(expected)].tolist() == expected
 
 
 def test_first_tokens_of_the_text_stay_if_the_tokenizer_adds_none() -> None:
