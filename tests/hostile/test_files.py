@@ -13,8 +13,7 @@ import pytest
 from command_line import hwopt
 from documented_folder import write_model
 
-from hwopt.data.sources.tables import read_rows
-from hwopt.errors import DataError, InputError
+from hwopt.errors import InputError
 from hwopt.memory.trace.tracer import cached_timelines
 from hwopt.runs.folder import run_folder
 from hwopt.testing import finished, write_samples
@@ -57,12 +56,34 @@ class Payload:
         return os.mkdir, (str(self.trace),)
 
 
-CODE = "import os, pathlib\npathlib.Path({trace!r}).mkdir(exist_ok=True)\nclass Thing: pass\n"
+CODE = """
+import os, pathlib
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+pathlib.Path(os.environ["TRACE"]).mkdir(exist_ok=True)
 
 
-def save_model() -> Path:
-    """A valid model folder with its tokenizer."""
+class Config(DistilBertConfig):
+    model_type = "remote"
+
+
+class Model(DistilBertForSequenceClassification):
+    config_class = Config
+"""
+AUTO_MAP = {"AutoConfig": "thing.Config", "AutoModelForSequenceClassification": "thing.Model"}
+OWN_TOKENIZER = {"auto_map": {"AutoTokenizer": ["thing.Thing", None]}}
+RUN = ("run", "job.toml", "--profile", "mine.toml", "--name", "r")
+
+
+@pytest.fixture
+def model(folder: Path) -> Path:
+    """A valid model folder with its tokenizer, and code beside it; a job and a profile that train it."""
     write_model(Path("model"))
+    Path("model/thing.py").write_text(CODE)
+    write_samples(Path("train.jsonl"), 8)
+    job = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
+    Path("job.toml").write_text(job)
+    Path("mine.toml").write_text("name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n")
     return Path("model")
 
 
@@ -70,76 +91,41 @@ def change(path: Path, **keys: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def code_beside_the_config(model: Path, trace: Path) -> None:
-    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
-    own = {"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"}
-    change(model / "config.json", model_type="remote", auto_map=own)
-
-
-def kernel_from_the_hub(model: Path, trace: Path) -> None:
-    change(model / "config.json", _attn_implementation="owner/kernel")
-
-
-def tokenizer_of_code(model: Path, trace: Path) -> None:
-    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
-    (model / "tokenizer.json").unlink()
-    change(model / "tokenizer_config.json", tokenizer_class="Thing", auto_map={"AutoTokenizer": ["thing.Thing", None]})
-
-
-REFUSED = [code_beside_the_config, kernel_from_the_hub, tokenizer_of_code]
-JOB_OF_THE_FOLDER = "[model]\nname = 'model'\n[data]\ntrain = 'train.jsonl'\nmax_length = 16\n[training]\nmax_steps = 1\n"
-SMALL_PROFILE = "name = 'mine'\nplugins.batch = { train = 4 }\nplugins.dataloader = { num_workers = 0 }\n"
-
-
-RUN = ("run", "job.toml", "--profile", "mine.toml", "--name", "r")
-
-
-def write_job() -> None:
-    write_samples(Path("train.jsonl"), 8)
-    Path("job.toml").write_text(JOB_OF_THE_FOLDER)
-    Path("mine.toml").write_text(SMALL_PROFILE)
-
-
-@pytest.mark.parametrize("corrupt", REFUSED, ids=lambda corrupt: corrupt.__name__)
-def test_unsafe_model_folder_is_refused(corrupt: Callable[[Path, Path], None], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("config.json", {"model_type": "remote", "auto_map": AUTO_MAP}),
+        ("config.json", {"_attn_implementation": "owner/kernel"}),
+        ("tokenizer_config.json", {"tokenizer_class": "Thing", **OWN_TOKENIZER}),
+    ],
+    ids=["code beside the config", "kernel from the hub", "tokenizer of code"],
+)
+def test_unsafe_model_folder_is_refused(file: str, keys: dict[str, Any], model: Path, folder: Path) -> None:
     trace = folder.parent / "was_run"
-    corrupt(save_model(), trace)
-    write_job()
-    done = hwopt(*RUN, cwd=folder)
+    change(model / file, **keys)
+    if file == "tokenizer_config.json":
+        (model / "tokenizer.json").unlink()
+    done = hwopt(*RUN, cwd=folder, TRACE=str(trace))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 12
     assert not trace.exists()
 
 
-def test_unused_code_and_pickles_of_a_model_are_ignored(folder: Path) -> None:
+def test_unused_code_and_pickles_of_a_model_are_ignored(model: Path, folder: Path) -> None:
     """transformers has a class for the architecture, so that the model's own is not used; its template reaches for Python."""
-    trace, model = folder.parent / "was_run", save_model()
-    (model / "thing.py").write_text(CODE.format(trace=str(trace)))
-    change(model / "config.json", auto_map={"AutoConfig": "thing.Thing", "AutoModelForSequenceClassification": "thing.Thing"})
+    trace = folder.parent / "was_run"
+    change(model / "config.json", auto_map=AUTO_MAP)
     reach = "{{ cycler.__init__.__globals__.os.mkdir('" + str(trace) + "') }}"
     (model / "chat_template.jinja").write_text(reach)
-    own = {"AutoTokenizer": ["thing.Thing", "thing.Thing"]}
-    change(model / "tokenizer_config.json", auto_map=own, chat_template=reach)
+    change(model / "tokenizer_config.json", chat_template=reach, **OWN_TOKENIZER)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
         (model / name).write_bytes(pickle.dumps(Payload(trace)))
-    write_job()
-    done = hwopt(*RUN, cwd=folder)
+    done = hwopt(*RUN, cwd=folder, TRACE=str(trace))
     assert done.returncode == 0, done.stderr
     assert not trace.exists()
     assert {path.name for path in folder.parent.iterdir()} <= {"work", "cache"}
     assert {path.name for path in folder.iterdir()} == {"model", "train.jsonl", "job.toml", "mine.toml", "runs"}
-
-
-def test_code_in_a_data_folder_is_not_run(folder: Path) -> None:
-    trace = folder.parent / "was_run"
-    Path("script").mkdir()
-    Path("script/script.py").write_text(CODE.format(trace=str(trace)))
-    Path("script/dataset_infos.json").write_text("{}")
-    for name in ("script", "script/script.py"):
-        with pytest.raises(DataError):
-            read_rows(name)
-    assert not trace.exists()
 
 
 def test_payload_in_the_cache_is_not_run(folder: Path) -> None:
@@ -149,31 +135,11 @@ def test_payload_in_the_cache_is_not_run(folder: Path) -> None:
     assert not trace.exists()
 
 
-OWN_CODE = """
-import os, pathlib
-from transformers import DistilBertConfig, DistilBertForSequenceClassification
-
-pathlib.Path(os.environ["TRACE"]).mkdir(exist_ok=True)
-
-
-class RemoteConfig(DistilBertConfig):
-    model_type = "remote"
-
-
-class RemoteModel(DistilBertForSequenceClassification):
-    config_class = RemoteConfig
-"""
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("named", ["model", "other"])
-def test_trust_remote_code_runs_only_the_named_model(named: str, folder: Path) -> None:
+def test_trust_remote_code_runs_only_the_named_model(named: str, model: Path, folder: Path) -> None:
     trace = folder.parent / "was_run"
-    model = save_model()
-    (model / "thing.py").write_text(OWN_CODE)
-    own = {"AutoConfig": "thing.RemoteConfig", "AutoModelForSequenceClassification": "thing.RemoteModel"}
-    change(model / "config.json", model_type="remote", auto_map=own)
-    write_job()
+    change(model / "config.json", model_type="remote", auto_map=AUTO_MAP)
     command = [sys.executable, "-m", "hwopt", *RUN, "--trust-remote-code", named]
     found = finished(command, folder, TRACE=str(trace), HF_MODULES_CACHE=str(folder.parent / "modules"))
     assert found.returncode == (0 if named == "model" else 2), found.stderr
