@@ -52,8 +52,8 @@ def read_array(path: Path, text: str, bad_rows: BadRows) -> Iterator[tuple[int, 
         raise DataError(f"{path}:{line}: {undecodable(invalid)}. {encoding_hint(path)}")
     try:
         rows = parsed_json(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {not_json(error)}") from error
+    except ValueError as error:
+        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: is not valid JSON: {first_line(error)}") from error
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             yield number, row
@@ -95,13 +95,9 @@ def json_object(text: str) -> dict[str, Any] | str:
     """The JSON object in `text`, or why there is none."""
     try:
         row = parsed_json(text)
-    except (ValueError, RecursionError) as error:
-        return not_json(error)
+    except ValueError as error:
+        return f"is not valid JSON: {first_line(error)}"
     return row if isinstance(row, dict) else not_an_object(row)
-
-
-def not_json(error: ValueError | RecursionError) -> str:
-    return "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {first_line(error)}"
 
 
 def not_an_object(row: Any) -> str:

@@ -46,7 +46,7 @@ def parsed(text: str, what: str) -> Any:
     """The JSON value in `text`. Raises BadConversation."""
     try:
         return parsed_json(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if re.match(r"\s*\[?\s*\{\s*'", text):
             why = "is a list or an object as Python prints it, not JSON. Save the rows as jsonl, or the column with json.dumps"
             raise BadConversation(f"{what} {why}") from error

@@ -136,8 +136,11 @@ def holds_text(kind: Any) -> bool:
 
 
 def parsed_json(text: str) -> Any:
-    """The JSON value in `text`. Lone surrogates, which no tokenizer takes, become "?". Raises ValueError and RecursionError."""
-    value = json.loads(text)
+    """The JSON value in `text`. Lone surrogates, which no tokenizer takes, become "?". Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if "\\ud" not in text and "\\uD" not in text:
         return value
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

@@ -96,7 +96,7 @@ def test_datasets_folder_is_read_by_split(tmp_path: Path) -> None:
         ("a.txt", " \n", r"a\.txt: row 1: has no text"),
         ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl:2: is not valid JSON"),
         ("a.jsonl", '{"text": "x"}\n3\n', r"a\.jsonl:2: is not an object with the columns as keys: 3"),
-        ("a.jsonl", '{"text": ' + "[" * 100_000 + "\n", r"a\.jsonl:1: is nested too deeply"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000 + "\n", r"a\.jsonl:1: is not valid JSON: nested too deeply"),
         ("a.json", '[{"text": "x"},\n{"text"}]', r"a\.json:2: is not valid JSON"),
         ("a.json", "[[1]]", r"a\.json: row 1: is not an object with the columns as keys: \[1\]"),
         ("a.parquet", "PAR1", r"a\.parquet: is not a valid parquet file"),
