@@ -49,19 +49,13 @@ def only_process(folder: Path) -> Iterator[None]:
         lock.acquire()
     try:
         yield
-        abandoned = [path for path in folder.parent.glob("*.chunks") if time.time() - modified(path) > ABANDONED_SECONDS]
-        for path in (folder, *abandoned):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.parent.glob("*.chunks"):
+            with suppress(OSError):  # another process removed it
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(path)
     finally:
         lock.release()
-
-
-def modified(path: Path) -> float:
-    """The time of the last change of `path`, in seconds since 1970; the present time if `path` does not exist any more."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
 
 
 class Chunks:
