@@ -185,8 +185,7 @@ def write_model(run: SavableRun, model: Any, weights: dict[str, Tensor], folder:
     if not hasattr(model, "save_pretrained"):
         from safetensors.torch import save_file
 
-        separate = {name: weight.detach().clone().contiguous() for name, weight in weights.items()}  # they may share memory
-        save_file(separate, folder / "model.safetensors")
+        save_file(unshared(weights), folder / "model.safetensors")
         return
     dtype = str(next(weight for weight in weights.values() if weight.is_floating_point()).dtype).removeprefix("torch.")
     model.save_pretrained(folder, state_dict=weights)
