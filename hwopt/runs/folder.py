@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,8 @@ LOCK = ".lock"
 OWNER = ".owner.json"
 
 
-@dataclass(frozen=True, init=False)
 class Target:
     """Where a run writes, and what it resumes. `require_usable` reports mistakes before anything slow."""
-
-    output_dir: Path
-    name: str | None  # the folder below `output_dir`; None: named after job and profile
-    resume: bool | Path
-    """True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint."""
-    fresh: bool  # start over in an existing folder; the old run is kept beside it
 
     def __init__(
         self,
@@ -43,9 +35,13 @@ class Target:
         resume: bool | Path | str | None = False,
         fresh: bool = False,
     ) -> None:
-        """Scripts write paths as text; an empty `resume` resumes nothing."""
-        checkpoint = Path(resume) if resume and isinstance(resume, str) else resume or False
-        vars(self).update(output_dir=Path(output_dir), name=name, resume=checkpoint, fresh=fresh)
+        """`name`: of the folder below `output_dir`; None: named after job and profile.
+
+        `resume`: True: from the newest valid checkpoint of the folder, if there is one; a path: from this checkpoint.
+        `fresh`: start over in an existing folder; the old run is kept beside it.
+        """
+        self.output_dir, self.name, self.fresh = Path(output_dir), name, fresh
+        self.resume: bool | Path = Path(resume) if resume and isinstance(resume, str) else resume or False
 
     @property
     def checkpoint(self) -> Path | None:
@@ -154,7 +150,7 @@ def lock_run_folder(folder: Path, *, resume: bool = False, fresh: bool = False) 
         finally:
             with suppress(OSError):
                 (folder / OWNER).unlink(missing_ok=True)
-                (folder / LOCK).unlink()  # Windows keeps the file
+                (folder / LOCK).unlink()
                 folder.rmdir()  # only if the run wrote nothing
 
 
