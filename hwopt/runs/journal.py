@@ -168,6 +168,6 @@ def profile_table(plan: Plan) -> dict[str, Any]:
 def command_line(words: list[str]) -> str:
     """The command of a process, as a shell takes it. The console script and `python -m hwopt` become "hwopt"."""
     for number, word in enumerate(words):
-        if number and Path(word).name in ("hwopt", "hwopt.exe", "hwopt-script.py"):
+        if number and Path(word).name == "hwopt":
             return shlex.join(["hwopt", *words[number + 1 :]])
     return shlex.join(words)

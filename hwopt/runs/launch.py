@@ -133,8 +133,7 @@ def rank_environment(number: int, launch_folder: Path) -> dict[str, str]:
     import torch
 
     # this process handles SIGINT and SIGTERM; the launcher handles the others, unless they are ignored (nohup)
-    others = [name for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-    handled = [name for name in others if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    handled = [each.name for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) is not signal.SIG_IGN]
     variables = {LAUNCH_FOLDER: str(launch_folder), "PET_SIGNALS_TO_HANDLE": ",".join(handled)}
     if not os.environ.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, cpu_cores() // number))

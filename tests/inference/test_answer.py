@@ -47,7 +47,6 @@ def test_lines_of_a_pipe_are_answered(chat: Path, monkeypatch: pytest.MonkeyPatc
     assert "the answer is cut at 5 tokens (--max-new-tokens)" in found.err
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no pseudo terminals")
 def test_terminal_gets_a_prompt_and_the_answer(
     generator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

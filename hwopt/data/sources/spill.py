@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import tempfile
 import weakref
 from contextlib import suppress
@@ -59,10 +57,8 @@ class Spill:
     def _mapped(self) -> pa.Buffer:
         import pyarrow as pa
 
-        if os.name == "posix":  # Arrow's map keeps no file descriptor, Python's one for each file that is read
-            with pa.memory_map(f"/dev/fd/{self.file.fileno()}") as mapped:
-                return mapped.read_buffer()
-        return pa.py_buffer(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
+        with pa.memory_map(f"/dev/fd/{self.file.fileno()}") as mapped:  # keeps no file descriptor, as Python's mmap does
+            return mapped.read_buffer()
 
 
 def close(file: IO[bytes]) -> None:
