@@ -128,12 +128,12 @@ class Prepared:
         named |= {f"eval_{name}": store for name, store in self.more_eval.items()}
         return {name: store for name, store in named.items() if store is not None}
 
-    def report_bad_rows(self, *sources: Rows | None) -> None:
+    def report_bad_rows(self, *sources: Rows) -> None:
         """Add the notes and warnings of `sources`, and their bad rows to `warnings` and `bad_rows`."""
         for source in sources:
-            self.notes.extend(() if source is None else source.notes)
-            self.warnings.extend(() if source is None else source.warnings)
-            if source is not None and source.bad_rows.reasons:
+            self.notes.extend(source.notes)
+            self.warnings.extend(source.warnings)
+            if source.bad_rows.reasons:
                 self.warnings.append(source.bad_rows.note())
                 self.bad_rows.append(source.bad_rows.to_dict())
 
