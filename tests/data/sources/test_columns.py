@@ -23,75 +23,74 @@ TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
 MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
 
-def rows_of(**columns: str) -> list[dict[str, Any]]:
-    """Twenty rows; {n} in a cell becomes the row's number, {class} one of two classes."""
-    return [{name: cell.format(n=n, **{"class": "ab"[n % 2]}) for name, cell in columns.items()} for n in range(20)]
+def rows_of(**columns: str | list[Any]) -> list[dict[str, Any]]:
+    """Twenty rows; {n} in a text becomes the row's number, {class} one of two classes. The values of a list take turns."""
+
+    def cell(given: str | list[Any], n: int) -> Any:
+        return given.format(n=n, **{"class": "ab"[n % 2]}) if isinstance(given, str) else given[n % len(given)]
+
+    return [{name: cell(given, n) for name, given in columns.items()} for n in range(20)]
 
 
 SHAREGPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+FRACTIONS = [n / 7 for n in range(20)]
+TRANSLATIONS = [{"en": f"one {n}", OTHER: f"eins {n}"} for n in range(20)]
+ANSWERS = [{"text": [f"n {n}"], "start": [5]} for n in range(20)]
 COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("text-classification", rows_of(text="text {n}", label="{class}"), TEXT_AND_LABEL),
     ("text-classification", rows_of(id="{n}", Review="a {n}", Sentiment="{class}"), {"text": ["Review"], "label": "Sentiment"}),
     (
         "text-classification",
         rows_of(premise="it is {n}", hypothesis="is it {n}?", label="{class}"),
-        {"text": ["premise", "hypothesis"], "label": "label"},
+        TEXT_AND_LABEL | {"text": ["premise", "hypothesis"]},
     ),
     (
         "text-classification",
         rows_of(short="{n} x", betreff="a longer sentence {n}", ablage="{class}"),
         {"text": ["betreff"], "label": "ablage"},
     ),
-    ("text-classification", [{"text": f"t {n}", "label": n % 2 * 1.0} for n in range(20)], TEXT_AND_LABEL),
-    ("causal-lm", [{"text": ["a b", None][n % 2], "label": None} for n in range(20)], {"text": ["text"]}),
+    ("text-classification", rows_of(text="t {n}", label=[0.0, 1.0]), TEXT_AND_LABEL),
+    ("causal-lm", rows_of(text=["a b", None], label=[None]), {"text": ["text"]}),
     ("causal-lm", rows_of(question="what {n}?", answer="it is {n}"), {"prompt": "question", "completion": "answer"}),
-    ("causal-lm", [{"messages": MESSAGES, "source": "ab"[n % 2]} for n in range(20)], {"messages": "messages"}),
+    ("causal-lm", rows_of(messages=[MESSAGES], source="{class}"), {"messages": "messages"}),
     ("causal-lm", [{"conversations": SHAREGPT}], {"messages": "conversations"}),
     ("causal-lm", rows_of(instruction="say {n}", input="", output="it is {n}"), {}),
     ("causal-lm", rows_of(instruction="say {n}", input="x", output="it is {n}", text="both {n}"), {"messages": "instruction"}),
-    ("regression", rows_of(text="some text {n}", score="0.{n}"), {"text": ["text"], "label": "score"}),
+    ("regression", rows_of(text="some text {n}", score="0.{n}"), TEXT_AND_LABEL | {"label": "score"}),
     ("regression", rows_of(text="some text {n}", label="0.{n}"), TEXT_AND_LABEL),
     (
         "regression",
         rows_of(genre="{class}", sentence1="some text {n}", sentence2="text {n}", score="0.{n}"),
         {"text": ["sentence1", "sentence2"], "label": "score"},
     ),
-    ("text-classification", [{"text": f"t {n}", "label": ["3.9", "3.11", "3.12"][n % 3]} for n in range(20)], TEXT_AND_LABEL),
-    ("regression", [{"text": f"t {n}", "label": [3.9, 3.11, 3.12][n % 3]} for n in range(20)], TEXT_AND_LABEL),
+    ("text-classification", rows_of(text="t {n}", label=["3.9", "3.11", "3.12"]), TEXT_AND_LABEL),
+    ("regression", rows_of(text="t {n}", label=[3.9, 3.11, 3.12]), TEXT_AND_LABEL),
     (
         "text-classification",
-        [{"text": f"t {n}", "zip": "01", "user_id": n % 2, "stars": n % 4} for n in range(20)],
-        {"text": ["text"], "label": "stars"},
+        rows_of(text="t {n}", zip="01", user_id=[0, 1], stars=[*range(4)]),
+        TEXT_AND_LABEL | {"label": "stars"},
     ),
+    ("text-classification", rows_of(text="t {n}", year=[2023, 2024], queue=["a", "b", "c"]), TEXT_AND_LABEL | {"label": "queue"}),
     (
         "text-classification",
-        [{"text": f"t {n}", "year": 2023 + n % 2, "queue": "abc"[n % 3]} for n in range(20)],
-        {"text": ["text"], "label": "queue"},
-    ),
-    (
-        "text-classification",
-        [{"question": f"is it {n}?", "passage": f"it is {n}", "answer": n % 2 == 0} for n in range(20)],
+        rows_of(question="is it {n}?", passage="it is {n}", answer=[True, False]),
         {"text": ["question", "passage"], "label": "answer"},
     ),
     (
         "text-classification",
-        [{"product": f"b{n % 5}", "Stars": n % 3, "Text": f"a longer text {n}"} for n in range(20)],
+        rows_of(product=["b0", "b1", "b2", "b3", "b4"], Stars=[0, 1, 2], Text="a longer text {n}"),
         {"text": ["Text"], "label": "Stars"},
     ),
     (
         "seq2seq-lm",
-        [{"id": f"a{n}", "translation": {"en": f"one {n}", OTHER: f"eins {n}"}} for n in range(20)],
+        rows_of(id="a{n}", translation=TRANSLATIONS),
         {"prompt": "translation.en", "completion": f"translation.{OTHER}"},
     ),
-    (
-        "causal-lm",
-        [{"context": f"it is {n}", "answers": {"text": [f"n {n}"], "start": [5]}} for n in range(20)],
-        {"text": ["context"]},
-    ),
-    ("causal-lm", [{"text": f"t {n}", "labels": [0.1, n / 7]} for n in range(20)], {"text": ["text"]}),
-    ("causal-lm", [{"messages": MESSAGES, "category": "ab"[n % 2], "score": n / 7} for n in range(20)], {"messages": "messages"}),
-    ("causal-lm", [{"text": f"some text {n}", "genres": "[{'id': 1}]"} for n in range(20)], {"text": ["text"]}),
-    ("text-classification", rows_of(messages="a text {n}", label="{class}"), {"text": ["messages"], "label": "label"}),
+    ("causal-lm", rows_of(context="it is {n}", answers=ANSWERS), {"text": ["context"]}),
+    ("causal-lm", rows_of(text="t {n}", labels=[[0.1, value] for value in FRACTIONS]), {"text": ["text"]}),
+    ("causal-lm", rows_of(messages=[MESSAGES], category="{class}", score=FRACTIONS), {"messages": "messages"}),
+    ("causal-lm", rows_of(text="some text {n}", genres=["[{'id': 1}]"]), {"text": ["text"]}),
+    ("text-classification", rows_of(messages="a text {n}", label="{class}"), TEXT_AND_LABEL | {"text": ["messages"]}),
     (
         "causal-lm",
         rows_of(instruction="say {n}", context="", response="it is {n}", category="{class}"),
@@ -100,30 +99,16 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     (
         "text-classification",
         rows_of(question="what {n}?", answer="it is {n}", label="{class}"),
-        {"text": ["question", "answer"], "label": "label"},
+        TEXT_AND_LABEL | {"text": ["question", "answer"]},
     ),
     (
         "text-classification",
-        [
-            {
-                "text": f"t {n}",
-                "prompt_id": n % 2,
-                "genre": "ab"[n // 2 % 2],
-                "label_confidence": n % 2,
-                "score": n / 7,
-                "gold_label": "abc"[n % 3],
-            }
-            for n in range(20)
-        ],
+        rows_of(text="t {n}", prompt_id=[0, 1], genre=[*"aabb"], label_confidence=[0, 1], score=FRACTIONS, gold_label=[*"abc"]),
         TEXT_AND_LABEL | {"label": "gold_label"},
     ),
-    (
-        "text-classification",
-        [{"text": f"t {n}", "is_new": n % 2, "has_image": n // 2 % 2, "label": "ab"[n // 4 % 2]} for n in range(20)],
-        TEXT_AND_LABEL,
-    ),
-    ("text-classification", [{"text": f"t {n}", "span": "[1, 2]", "label": "ab"[n % 2]} for n in range(20)], TEXT_AND_LABEL),
-    ("text-classification", [{"text": f"t {n}", "label": n % 3 if n else math.nan} for n in range(20)], TEXT_AND_LABEL),
+    ("text-classification", rows_of(text="t {n}", is_new=[0, 1], has_image=[0, 0, 1, 1], label=[*"aaaabbbb"]), TEXT_AND_LABEL),
+    ("text-classification", rows_of(text="t {n}", span="[1, 2]", label="{class}"), TEXT_AND_LABEL),
+    ("text-classification", rows_of(text="t {n}", label=[math.nan, *(n % 3 for n in range(1, 20))]), TEXT_AND_LABEL),
     (
         "regression",
         [*rows_of(text="some text {n}", score="0.{n}"), {"text": "t", "score": "NaN"}, {"text": "t", "score": "NA"}],
@@ -131,14 +116,10 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     (
         "multi-label-classification",
-        rows_of(text="some text {n}", labels="['a', '{class}']"),
+        rows_of(text="a text {n}", labels="['a', '{class}']"),
         TEXT_AND_LABEL | {"label": "labels"},
     ),
-    (
-        "multi-label-classification",
-        rows_of(text="some text {n}", terms="['cs.CV', '{class}']"),
-        TEXT_AND_LABEL | {"label": "terms"},
-    ),
+    ("multi-label-classification", rows_of(text="a text {n}", terms="['cs.CV', '{class}']"), TEXT_AND_LABEL | {"label": "terms"}),
 ]
 
 
