@@ -11,7 +11,7 @@ from hwopt.config.toml import Document
 from hwopt.model.config import load_config
 from hwopt.tasks.prepared import Prepared
 from hwopt.tasks.registry import make_task
-from hwopt.testing import TINY_BERT, WORDS
+from hwopt.testing import TINY_BERT, TINY_LLAMA, WORDS
 
 LABELLED: dict[str, dict[str, Any]] = {
     "regression": {"label": ["score", "other"]},
@@ -47,6 +47,13 @@ def job_of(kind: str, data: dict[str, Any], **task: Any) -> Job:
     """A job of the task `kind` with a tiny encoder."""
     tables = {"model": {"config": dict(TINY_BERT)}, "data": data, "task": {"kind": kind} | task}
     return make_job(Document("job.toml", tables)).job
+
+
+def chat_job(source: str, **data: Any) -> Job:
+    """A job of causal-lm with a tiny decoder, whose conversations are written by "chatml"."""
+    model = {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}}
+    tables = {"model": model, "data": {"train": source, "chat_template": "chatml", **data}, "task": {"kind": "causal-lm"}}
+    return Job.model_validate(tables)
 
 
 def prepare_rows(kind: str, folder: Path, rows: list[dict[str, Any]], data: dict[str, Any], **task: Any) -> Prepared:

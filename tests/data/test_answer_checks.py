@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from chat_templates import ALL_TEMPLATES, FOLDER, TEMPLATES, byte_tokenizer
 from rich.console import Console
-from task_rows import prepared_of, write_jsonl
+from task_rows import chat_job, prepared_of, write_jsonl
 
 from hwopt.config.job import Job, make_job
 from hwopt.config.toml import Document
@@ -15,7 +15,7 @@ from hwopt.data.chatml import CHATML
 from hwopt.data.sources.chat import conversation_of
 from hwopt.memory.planned import with_memory
 from hwopt.report.memory import PlanScreen
-from hwopt.testing import TINY_LLAMA, plan_for, tiny_profile
+from hwopt.testing import plan_for, tiny_profile
 
 TOOLS = [{"type": "function", "function": {"name": "add_up", "description": "-", "parameters": {"type": "object"}}}]
 CALLS = [{"type": "function", "function": {"name": "add_up", "arguments": {"x": 1}}}]
@@ -89,10 +89,7 @@ def test_thoughts_of_turns_that_are_not_trained_are_not_named() -> None:
 
 def job_of(folder: Path, **data: Any) -> Job:
     rows = [{"messages": [QUESTION, THOUGHTFUL if row % 3 == 2 else ANSWER]} for row in range(12)]
-    given = {"train": write_jsonl(folder / "chat.jsonl", rows), "chat_template": str(FOLDER / "phi3.jinja"), **data}
-    model = {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}}
-    training = {"max_steps": 2}
-    return make_job(Document("job", {"model": model, "data": given, "task": {"kind": "causal-lm"}, "training": training})).job
+    return chat_job(write_jsonl(folder / "chat.jsonl", rows), chat_template=str(FOLDER / "phi3.jinja"), **data)
 
 
 def test_each_kind_is_named_once_with_its_number_and_first_row(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
-from task_rows import prepared_of, write_jsonl
+from task_rows import chat_job, prepared_of, write_jsonl
 
 from hwopt.config.job import Job
 from hwopt.data.chat_template import ChatTemplate
@@ -20,7 +20,6 @@ from hwopt.data.sources.reading import read_all
 from hwopt.data.sources.rows import ReadOptions
 from hwopt.errors import DataError, InputError
 from hwopt.tasks.prepared import IGNORED, Prepared
-from hwopt.testing import TINY_LLAMA
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"),
@@ -356,13 +355,7 @@ def test_bad_conversations_are_named(messages: Any, message: str) -> None:
 
 
 def job_of(rows: list[dict[str, Any]], folder: Path, **data: Any) -> Job:
-    return Job.model_validate(
-        {
-            "model": {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}},
-            "data": {"train": write_jsonl(folder / "chat.jsonl", rows), "chat_template": "chatml", "max_bad_rows": 0.5, **data},
-            "task": {"kind": "causal-lm"},
-        }
-    )
+    return chat_job(write_jsonl(folder / "chat.jsonl", rows), **{"max_bad_rows": 0.5, **data})
 
 
 @pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"instruction": "Hello?", "output": "Hi."}])

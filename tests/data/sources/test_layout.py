@@ -8,16 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from task_rows import prepared_of, write_jsonl
+from task_rows import chat_job, prepared_of, write_jsonl
 
-from hwopt.config.job import Data, Job
+from hwopt.config.job import Data
 from hwopt.data.sources.json_reader import to_table
 from hwopt.data.sources.layout import layout_of
 from hwopt.errors import DataError
 from hwopt.tasks.causal_lm import CausalLM
 from hwopt.tasks.prepared import IGNORED, Prepared
 from hwopt.tasks.recognition import Recognised, choose_columns, recognise
-from hwopt.testing import TINY_LLAMA
 
 CHAT = [{"role": "user", "content": "ask?"}, {"role": "assistant", "content": "yes"}]
 SHAREGPT = [{"from": "human", "value": "ask?"}, {"from": "gpt", "value": "yes"}]
@@ -102,12 +101,7 @@ def test_prompts_without_answers_are_read_to_predict() -> None:
 
 
 def prepared(source: str, folder: Path, **data: Any) -> Prepared:
-    tables = {
-        "model": {"config": {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}},
-        "data": {"train": source, "chat_template": "chatml", **data},
-        "task": {"kind": "causal-lm"},
-    }
-    return prepared_of(Job.model_validate(tables), folder)
+    return prepared_of(chat_job(source, **data), folder)
 
 
 def trained_text(found: Prepared) -> str:
