@@ -15,7 +15,6 @@ from hwopt.config.job import Job
 from hwopt.data import tokenizer
 from hwopt.data.stores import chunks
 from hwopt.data.stores.chunks import Chunks
-from hwopt.errors import StorageError
 
 ROWS = [{"text": "the cat sat on the mat " * (number % 7 + 1) + str(number), "label": "ab"[number % 2]} for number in range(200)]
 CHILD = """
@@ -88,9 +87,3 @@ def test_what_follows_the_last_state_is_cut_off(tmp_path: Path, monkeypatch: pyt
     with (tmp_path / "ids").open("wb"):  # a file that lost its content after a power failure
         pass
     assert Chunks(tmp_path).done == 0
-
-
-def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="set HWOPT_CACHE to a folder with room"):
-        Chunks(tmp_path / "file" / "x").write()
