@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -100,14 +101,13 @@ class Task(ModelBuilder):
         """
         LengthLimit(job.data.max_length, max_positions)  # refuses a limit above the model's
         refuse_missing(job.data)
-        tokenizer = self.named_tokenizer(job, config)
-        known = PreparedCache(type(self), Trained(job, config, tokenizer, (), max_positions), cache, seed)
-        return known.load(self.fit_tokenizer) or known.save(self._prepare(job, config, tokenizer, cache, seed, max_positions))
+        trained = Trained(job, config, self.named_tokenizer(job, config), (), max_positions)
+        known = PreparedCache(type(self), trained, cache, seed)
+        return known.load(self.fit_tokenizer) or known.save(self._prepare(trained, cache, seed))
 
-    def _prepare(
-        self, job: Job, config: PretrainedConfig, tokenizer: Any, cache: Path, seed: int, max_positions: int | None
-    ) -> Prepared:
-        """`prepare` without an entry of the cache. `tokenizer`: None if one is trained on the texts."""
+    def _prepare(self, trained: Trained, cache: Path, seed: int) -> Prepared:
+        """`prepare` without an entry of the cache. `trained`: without label names, and without a tokenizer if one is trained."""
+        job, config, tokenizer = trained.job, trained.config, trained.tokenizer
         sources = read_sources(job)
         parts = {part: self.samples(rows, job) for part, rows in sources.items()}
         named = self.name_labels(parts["train"], sources["train"], job, config)
@@ -118,7 +118,7 @@ class Task(ModelBuilder):
             decoder = self.facts.target == "next_token" or is_decoder(config)
             tokenizer = trained_tokenizer(self.plain_texts(parts["train"]), job, config, decoder, cache)
         tokens = self.fit_tokenizer(tokenizer, job, parts["train"].is_chat)
-        trained = Trained(job, config, tokenizer, named.names, max_positions)
+        trained = replace(trained, tokenizer=tokenizer, label_names=named.names)
         stores = {part: self.store(samples, trained, cache, seed if part == "train" else None) for part, samples in parts.items()}
         held_out = parts["eval"].places.numbers if job.data.eval_fraction is not None else ()
         prepared = make_prepared(stores, trained, chat_tokens=tokens, held_out=held_out)
