@@ -206,7 +206,7 @@ class OwnTask(Task):
 
     def prepare(self, *unused: Any, **named: Any) -> Prepared:
         silent = SimpleNamespace(save_pretrained=lambda folder: None, pad_token_id=0)
-        return Prepared(self.train_store, self.eval_store, silent, None)
+        return Prepared(self.train_store, self.eval_store, silent)
 
     def load_config(self, job: Any) -> Any:
         return getattr(self.model, "config", None)

@@ -50,7 +50,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     loaded = load_trained_model(found, cache)
     task = loaded.task
     store = task.evaluation_store(loaded.trained, rows, cache)
-    prepared = Prepared(store, None, loaded.trained.tokenizer, loaded.trained.label_names or None)
+    prepared = Prepared(store, None, loaded.trained.tokenizer, loaded.trained.label_names)
     prepared.report_bad_rows(rows)
     metrics = task.metrics(prepared, loaded.device)
     batch_sizes = options.batch(loaded.settings)

@@ -29,8 +29,8 @@ class InferenceSettings:
     attention: str | None = None
     """attn_implementation of transformers; None: its default."""
     batch: BatchSizes = field(default_factory=lambda: BatchSizes.of({}))
-    labels: tuple[str, ...] | None = None
-    """The name of each label number; None if labels are tokens."""
+    labels: tuple[str, ...] = ()
+    """The name of each label number; empty if labels are tokens."""
     chat: bool = False
     """The training samples are conversations."""
 
@@ -54,8 +54,7 @@ def read_settings(folder: Path) -> InferenceSettings:
     """The settings in plan.json of a run folder. Raises InputError without them."""
     try:
         found = json.loads((folder / PLAN).read_text(encoding="utf-8"))[KEY]
-        labels = None if found["labels"] is None else tuple(found["labels"])
-        return InferenceSettings(**found | {"labels": labels, "batch": BatchSizes(**found["batch"])})
+        return InferenceSettings(**found | {"labels": tuple(found["labels"] or ()), "batch": BatchSizes(**found["batch"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}: has no readable plan.json, which `hwopt run` wrote. Give the whole run folder") from error
 

@@ -29,9 +29,7 @@ def write_eval_rows(run: Run) -> None:
     try:
         rows = read_all(job.data.train, job.data.split, read_options(job.data))
         rows = rows.take([row for row, number in enumerate(rows.places.numbers) if number in held])
-        trained = Trained(
-            job, run.inner_model.config, prepared.tokenizer, prepared.label_names or (), run.plan.model.max_positions
-        )
+        trained = Trained(job, run.inner_model.config, prepared.tokenizer, prepared.label_names, run.plan.model.max_positions)
         model = TrainedModel(run.task, trained, run.inner_model, run.device, settings_of(run))
         with evaluating(run):
             report = write_predictions(model, rows, run.task.read_inputs(rows, job), path, InferenceOptions())

@@ -70,10 +70,10 @@ class Classes(Task):
         return found
 
     def guessed_loss(self, prepared: Prepared, vocab_size: int) -> float | None:
-        return math.log(max(len(prepared.label_names or ()), 2))
+        return math.log(max(len(prepared.label_names), 2))
 
     def with_class_weights(self, prepared: Prepared, job: Job) -> Prepared:
-        labels, names = prepared.train.array("labels"), prepared.label_names or ()
+        labels, names = prepared.train.array("labels"), prepared.label_names
         if job.task.class_weights is None:
             if labels.ndim == 1 and not prepared.train.meta["labels_per_token"]:
                 prepared.warnings.extend(imbalance(names, labels))
@@ -159,7 +159,7 @@ class Classification(Classes):
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import ClassMetrics
 
-        return ClassMetrics(prepared.label_names or (), device)
+        return ClassMetrics(prepared.label_names, device)
 
 
 def refuse_lost_labels(rows: Rows, labels: Sequence[str], usable: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ class ModelBuilder:
         """Keys of the model's config that set up the head: the names of the labels, and the problem type."""
         kind = {} if self.problem_type is None else {"problem_type": self.problem_type}
         names = prepared.label_names
-        if names is None:
+        if not names:
             return kind
         return kind | {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 

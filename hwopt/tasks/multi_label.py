@@ -111,7 +111,7 @@ class MultiLabel(Classes, LabelledTexts):
         return made
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
-        names = prepared.label_names or ()
+        names = prepared.label_names
         return ", ".join(name for name, value in zip(names, label.tolist(), strict=True) if value) or "(none)"
 
     def loss(self, outputs: Any, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, int | torch.Tensor]:
@@ -130,7 +130,7 @@ class MultiLabel(Classes, LabelledTexts):
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import LabelSetMetrics
 
-        return LabelSetMetrics(prepared.label_names or (), device)
+        return LabelSetMetrics(prepared.label_names, device)
 
 
 def named_label(table: pa.Table) -> bool:

@@ -125,7 +125,7 @@ def pad_as_needed(trained: Trained, stores: Mapping[str, Store]) -> None:
 def make_prepared(stores: Mapping[str, Store], trained: Trained, **fields: Any) -> Prepared:
     """The Prepared of the stores, with the padding token chosen, and notes about what was truncated."""
     pad_as_needed(trained, stores)
-    prepared = Prepared.of(stores, trained.tokenizer, label_names=trained.label_names or None, **fields)
+    prepared = Prepared.of(stores, trained.tokenizer, label_names=trained.label_names, **fields)
     if (mixture := prepared.train.mixture) is not None:
         mixture.check()
         prepared.notes.extend(mixture.notes())

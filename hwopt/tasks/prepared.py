@@ -84,7 +84,7 @@ class Prepared:
     train: Store
     eval: Store | None
     tokenizer: Any  # has a padding token, and pads on the right; of images, the image processor
-    label_names: tuple[str, ...] | None  # the name of each label number; None if labels are tokens
+    label_names: tuple[str, ...] = ()  # the name of each label number; empty if labels are tokens
     notes: list[str] = field(default_factory=list)  # lines for the screen
     warnings: list[str] = field(default_factory=list)
     """Lines for the screen about data that is not used; shown at the start and again at the end."""
@@ -102,7 +102,6 @@ class Prepared:
     def of(cls, parts: Mapping[str, Store], tokenizer: Any, **fields: Any) -> Prepared:
         """From the stores by the names of `parts`, and the other `fields`."""
         more = {name.removeprefix("eval_"): store for name, store in parts.items() if name.startswith("eval_")}
-        fields = {"label_names": None, **fields}
         return cls(parts["train"], parts.get("eval"), tokenizer, test=parts.get("test"), more_eval=more, **fields)
 
     @property

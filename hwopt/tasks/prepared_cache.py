@@ -61,9 +61,10 @@ class PreparedCache:
             return None
         tokens = fit_tokenizer(tokenizer, self.trained.job, meta["chat"])
         pad_as_needed(replace(self.trained, tokenizer=tokenizer), parts)
-        lines = {name: meta[name] for name in ("notes", "warnings", "bad_rows")}
-        lists = {name: None if meta[name] is None else tuple(meta[name]) for name in ("label_names", "class_weights")}
-        return Prepared.of(parts, tokenizer, chat_tokens=tokens, held_out=entry.array("held_out").tolist(), **lines, **lists)
+        fields = {name: meta[name] for name in ("notes", "warnings", "bad_rows")}
+        fields |= {"label_names": tuple(meta["label_names"]), "held_out": entry.array("held_out").tolist()}
+        weights = meta["class_weights"] and tuple(meta["class_weights"])
+        return Prepared.of(parts, tokenizer, chat_tokens=tokens, class_weights=weights, **fields)
 
     def save(self, prepared: Prepared) -> Prepared:
         """Write the entry of `prepared`, and return it."""

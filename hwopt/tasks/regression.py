@@ -87,7 +87,7 @@ class Regression(LabelledTexts):
         return np.array(labels, np.float32)
 
     def label_text(self, prepared: Prepared, label: NDArray[Any]) -> str:
-        return ", ".join(f"{name} {value:g}" for name, value in zip(prepared.label_names or (), label.tolist(), strict=True))
+        return ", ".join(f"{name} {value:g}" for name, value in zip(prepared.label_names, label.tolist(), strict=True))
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """(squared errors summed over samples and targets, number of targets); targets (batch, targets)."""
@@ -96,7 +96,7 @@ class Regression(LabelledTexts):
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.metrics import RegressionMetrics
 
-        return RegressionMetrics(device, prepared.label_names or ())
+        return RegressionMetrics(device, prepared.label_names)
 
 
 def is_numeric(table: pa.Table, name: str) -> bool:

@@ -141,7 +141,7 @@ class TokenClassification(Classes, LabelledTexts):
 
     def show(self, prepared: Prepared, row: Mapping[str, NDArray[Any]]) -> Shown:
         """The tokens of the sample; a word that counts in the loss is followed by its tag, except for the tag "O"."""
-        names, tokenizer = prepared.label_names or (), prepared.tokenizer
+        names, tokenizer = prepared.label_names, prepared.tokenizer
         spans: list[Span] = []
         for token, label in zip(row["input_ids"].tolist(), row["labels"].tolist(), strict=True):
             text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -154,7 +154,7 @@ class TokenClassification(Classes, LabelledTexts):
     def metrics(self, prepared: Prepared, device: torch.device | str) -> LossMetrics:
         from hwopt.tasks.entity_metrics import EntityMetrics
 
-        return EntityMetrics(prepared.label_names or (), device)
+        return EntityMetrics(prepared.label_names, device)
 
 
 WORD_COLUMNS = ("tokens", "words")

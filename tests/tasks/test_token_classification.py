@@ -33,7 +33,7 @@ def prepare(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any] | Non
 
 def tagged(prepared: Prepared, sample: int) -> list[tuple[str, str]]:
     """(token, tag) of each token with a label."""
-    row, names = prepared.train.row(sample), prepared.label_names or ()
+    row, names = prepared.train.row(sample), prepared.label_names
     pairs = zip(row["input_ids"].tolist(), row["labels"].tolist(), strict=True)
     return [(prepared.tokenizer.convert_ids_to_tokens(token), names[label]) for token, label in pairs if label != IGNORED]
 

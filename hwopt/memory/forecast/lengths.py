@@ -174,7 +174,7 @@ def lengths_of(plan: Plan, cache: Path) -> Lengths:
     longest = max(int(store.lengths.max()) for store in stores)
     cut = sum(store.meta.get("cut", 0) for store in stores)
     source = "the longest text" + (f"; {cut:,} longer ones are truncated" if cut else "")
-    labels = len(prepared.label_names or ()) or DEFAULT_LABELS
+    labels = len(prepared.label_names) or DEFAULT_LABELS
     evaluated = max((len(store) for name, store in prepared.parts.items() if name != "train"), default=0)
     new, warnings = len(prepared.chat_tokens.new), tuple(prepared.warnings)
     pairs, problem, train = plan.context.task.encoder_decoder, refusal(plan, prepared), prepared.train
