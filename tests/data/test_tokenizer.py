@@ -91,20 +91,12 @@ def test_fingerprint_ignores_truncation_and_padding_state(tmp_path: Path) -> Non
 
 
 def test_padding_is_a_token_that_no_text_contains(tmp_path: Path) -> None:
+    """tests/tasks/test_text_classification.py has a tokenizer with an end-of-text token only."""
     tokenizer = encoder(tmp_path)
     choose_padding(tokenizer, set())
     assert (tokenizer.pad_token, tokenizer.padding_side) == ("[PAD]", "right")
     choose_padding(tokenizer, {tokenizer.pad_token_id})
     assert tokenizer.pad_token == "[UNK]"
-    tokenizer = decoder(tmp_path)
-    tokenizer.pad_token = None
-    choose_padding(tokenizer, set())
-    assert tokenizer.pad_token == "<|endoftext|>"
-    size = len(tokenizer)
-    tokenizer.pad_token, tokenizer.unk_token = "<|endoftext|>", None
-    choose_padding(tokenizer, {tokenizer.eos_token_id})
-    assert tokenizer.pad_token == "<|pad|>"
-    assert len(tokenizer) == size  # this tokenizer has a padding token already
 
 
 @pytest.mark.parametrize("size", [None, 500])
