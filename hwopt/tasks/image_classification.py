@@ -82,8 +82,7 @@ class ImageClassification(Classification):
         return store
 
     def read_inputs(self, rows: Rows, job: Job) -> list[Any]:
-        """The file of each image, or its bytes."""
-        return [content if isinstance(content, bytes) else Path(content) for content in read_images(rows, image_name(rows, job))]
+        return read_images(rows, image_name(rows, job))
 
     def predictor(self, trained: Trained, model: Any, generation: Generation) -> TextPredictor:
         return ImagePredictor(trained, model)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hwopt.data.stores.images import ImageTransform, channels_of
+from hwopt.data.stores.images import Content, ImageTransform, channels_of
 from hwopt.hardware.detect import cpu_cores
 from hwopt.tasks.prepared import Trained
 
@@ -98,11 +97,11 @@ class ImagePredictor(ClassPredictor):
 
     window_batches: ClassVar[int] = 1  # decoded images are large, and sorting them by length saves nothing
 
-    def encode(self, inputs: Sequence[bytes | Path]) -> list[ModelInput | str]:
+    def encode(self, inputs: Sequence[Content]) -> list[ModelInput | str]:
         """The pixels of each image, or the reason why it cannot be used."""
         transform = ImageTransform(self.tokenizer, channels_of(self.trained.config))
 
-        def pixels(content: bytes | Path) -> ModelInput | str:
+        def pixels(content: Content) -> ModelInput | str:
             try:
                 return {"pixel_values": transform(content)}
             except ValueError as error:

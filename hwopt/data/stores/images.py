@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Augmentation = Literal["crop", "flip"]
+Content = str | bytes  # the path of an image, or the bytes of a file, as data sets of the hub hold images
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Range of the cropped area, as a fraction of the image, and of its width / height: those of torchvision's RandomResizedCrop,
 from Szegedy et al. 2014 (arXiv:1409.4842)."""
@@ -43,12 +44,12 @@ def require_pillow() -> None:
         raise InputError("images need the package Pillow: pip install 'hwopt[images]'") from error
 
 
-def opened(content: bytes | Path) -> Image:
+def opened(content: Content) -> Image:
     """The image in a file, or in the bytes of one; its pixels are not decoded yet. Raises ValueError with the reason."""
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(content, Path) and not content.is_file():  # opening a pipe would wait for its other end
-        raise ValueError("is not a regular file" if content.exists() else "does not exist")
+    if isinstance(content, str) and not os.path.isfile(content):  # opening a pipe would wait for its other end
+        raise ValueError("is not a regular file" if os.path.exists(content) else "does not exist")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -61,7 +62,7 @@ def opened(content: bytes | Path) -> Image:
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
-def decoded(content: bytes | Path, channels: int) -> Image:
+def decoded(content: Content, channels: int) -> Image:
     """The pixels of an image, upright as its EXIF orientation says, in grey (1 channel) or RGB. Raises ValueError."""
     from PIL import ImageOps
 
@@ -116,7 +117,7 @@ class ImageTransform:
             )
         return shape
 
-    def __call__(self, content: bytes | Path, place: tuple[int, int] | None = None) -> np.ndarray:
+    def __call__(self, content: Content, place: tuple[int, int] | None = None) -> np.ndarray:
         """The input (channels, height, width) in float32. `place`: (epoch, sample); augments. Raises ValueError."""
         import numpy as np
 
@@ -194,7 +195,6 @@ def new_processor(config: Any) -> Any:
 
 
 FORMAT = 1
-Content = str | bytes  # the path of an image, or the bytes of a file, as data sets of the hub hold images
 
 
 class ImageStore(ArrayFolder):
@@ -218,10 +218,10 @@ class ImageStore(ArrayFolder):
 
     counts = lengths
 
-    def content(self, index: int) -> bytes | Path:
+    def content(self, index: int) -> Content:
         offsets = self.array("offsets")
         raw = self.array("content")[offsets[index] : offsets[index + 1]].tobytes()
-        return raw if self.meta["embedded"] else Path(os.fsdecode(raw))
+        return raw if self.meta["embedded"] else os.fsdecode(raw)
 
     def row(self, index: int, epoch: int = 0) -> dict[str, NDArray[Any]]:
         """ "pixel_values" (channels, height, width) float32, and "row_labels" (). Raises DataError for a damaged file."""
@@ -251,7 +251,7 @@ def image_store(images: Sequence[Content], labels: NDArray[np.int64], transform:
         good, left_out = [], []
         for sample, content in enumerate(images):
             try:
-                opened(content if isinstance(content, bytes) else Path(content)).close()
+                opened(content).close()
                 good.append(sample)
             except ValueError as error:
                 left_out.append([sample, str(error) if isinstance(content, bytes) else f"{error}: {content}"])
