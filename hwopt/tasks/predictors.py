@@ -66,10 +66,9 @@ class TextPredictor:
         filler = {"input_ids": self.tokenizer.pad_token_id or 0}
         found = {}
         for key in (*rows[0], "attention_mask"):
-            values = [each.get(key, [1] * self.length(each)) for each in rows]
-            padding = [[filler.get(key, 0)] * (width - len(row)) for row in values]
-            left = self.padding_side == "left"
-            found[key] = torch.tensor([extra + row if left else row + extra for row, extra in zip(values, padding, strict=True)])
+            values = [torch.tensor(each.get(key, [1] * self.length(each))) for each in rows]
+            padded = torch.nn.utils.rnn.pad_sequence(values, True, filler.get(key, 0), self.padding_side)
+            found[key] = torch.nn.functional.pad(padded, (0, width - longest), value=filler.get(key, 0))
         return found
 
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
