@@ -66,9 +66,9 @@ class TextGenerator(Seq2SeqGenerator):
             set_template(trained.tokenizer, trained.job.data.chat_template)
         super().__init__(trained, model, generation)
         self.headers: list[str] = []
-        if trained.tokenizer.chat_template:  # an adapter's folder has no generation_config.json
-            template = ChatTemplate(trained.tokenizer, "last")
-            self.headers, end = template.headers, template.end_token()
+        self.template = ChatTemplate(trained.tokenizer, "last") if trained.tokenizer.chat_template else None
+        if self.template is not None:  # an adapter's folder has no generation_config.json
+            self.headers, end = self.template.headers, self.template.end_token()
             self.config.eos_token_id = sorted({*(self.config.eos_token_id or ()), *([] if end is None else [end])}) or None
 
     def decoded(self, tokens: list[int]) -> str:
@@ -103,11 +103,10 @@ class TextGenerator(Seq2SeqGenerator):
 
     def _of_conversation(self, conversation: Conversation) -> ModelInput | str:
         """The tokens up to the assistant's answer, or the reason why the chat template refuses the conversation."""
-        if not self.tokenizer.chat_template:
+        if self.template is None:
             return "is a conversation, and the tokenizer of the model has no chat template"
-        template = ChatTemplate(self.tokenizer, "last")
         try:
-            text = template.text(conversation.messages, conversation.template_words, add_generation_prompt=True)
+            text = self.template.text(conversation.messages, conversation.template_words, add_generation_prompt=True)
         except BadConversation as error:
             return str(error)
         return self.checked({"input_ids": self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]})
