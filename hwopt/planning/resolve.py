@@ -203,7 +203,7 @@ def provenance_of(profile: Profile, job_file: JobFile, recipe: Recipe, training:
             place = "default"
         found[f"training.{key}"] = place
     for table in ("model", "data", "task"):
-        for key in getattr(job_file.job, table).model_fields_set:
+        for key in sorted(getattr(job_file.job, table).model_fields_set):  # a set has another order in each process
             found[f"{table}.{key}"] = job_file.place(table, key)
     if job_file.job.data.max_length is None and profile.content.data.max_length is not None:
         found["data.max_length"] = profile.place("data", "max_length")

@@ -201,6 +201,8 @@ def test_job_overrides_the_profile() -> None:
     )
     assert "batch16" in plan.provenance["training.num_train_epochs"]
     assert plan.provenance["training.seed"] == "default"
+    given = [key for key in plan.provenance if not key.startswith("training.")]
+    assert given == ["model.name", "data.train"], "plan.json is the same in each process"
 
 
 def test_smaller_card_lowers_only_the_micro_batch() -> None:
