@@ -1,4 +1,4 @@
-"""What one traced step tells about its layers: where the block of each begins, what it owns, and what its block does.
+"""What one traced step tells about its layers: where the block of each begins, and what it owns.
 
 hwopt.memory.trace.skipped_layers writes it down, hwopt.memory.trace.extended_trace builds the timeline of all layers from it.
 """
@@ -41,41 +41,6 @@ class Marks:
     """Layer -> the storages of its gradients after the backward pass."""
     filled: TraceBlock | None = None
     """Where the gradients of the skipped layers were allocated, after the backward pass."""
-
-
-Step = tuple[int, str, int, int]
-"""A use of a storage in a block, independent of the place of its layer: (+1 allocated or -1 released, pass, offset to the layer
-that owns it, place there), or (sign, "", 0, number) for a storage that no layer owns."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """The block of a layer, independent of its place in the stack."""
-
-    events: tuple[Step, ...]
-    operands: tuple[tuple[Step, ...], ...]
-    operations: range
-    sizes: tuple[float, ...]
-    """Sizes of the storages that the block allocates."""
-    flops: tuple[float, ...]
-    moved: tuple[float, ...]
-    """Bytes of each tensor that the block moves to host memory."""
-    first: int
-    """Index of its first event in the trace."""
-
-    @property
-    def content(self) -> Any:
-        """What is equal for two layers that do the same. The last layer that uses a common tensor also releases it."""
-        return tuple(step for step in self.events if not releases_common(step)), self.operands, self.sizes, self.flops, self.moved
-
-    def uses(self, storage: int) -> bool:
-        """Whether an operation of the block uses a storage that no layer owns."""
-        return any(which == "" and place == storage for used in self.operands for _, which, _, place in used)
-
-
-def releases_common(step: Step) -> bool:
-    """Whether a layer releases a tensor that no layer owns, such as an attention mask."""
-    return step[0] < 0 and step[1] == ""
 
 
 def block_between(one: Position, two: Position) -> TraceBlock:
