@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from hwopt.config.profile import Profile
@@ -94,13 +95,14 @@ def given_options(profile: Profile, registry: Registry) -> list[tuple[type[Plugi
 def decide(profile: Profile, registry: Registry, context: Context, choices: Mapping[str, int]) -> tuple[PluginDecision, ...]:
     """Each plugin's decision, in the order of the plan. `choices`: plugin -> index of the options if several are offered."""
     found: list[PluginDecision] = []
-    for plugin_class, options, place in sorted(given_options(profile, registry), key=lambda given: given[0].stage):
-        distribution = registry.distribution(plugin_class.name)
-        with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
-            plugin = plugin_class(options)
-        requested = PluginDecision(plugin, distribution, "apply", "", {}, place)
-        known = with_applied(context, [entry for entry in found if entry.plugin.stage < plugin.stage])
-        found.append(probe_plugin(requested, profile, known, choices.get(plugin_class.name, 0)))
+    by_stage = sorted(given_options(profile, registry), key=lambda given: given[0].stage)
+    for _, same_stage in groupby(by_stage, key=lambda given: given[0].stage):
+        known = with_applied(context, found)
+        for plugin_class, options, place in same_stage:
+            distribution = registry.distribution(plugin_class.name)
+            with plugin_guard(f"plugin {plugin_class.name!r} of {distribution}", "the constructor"):
+                requested = PluginDecision(plugin_class(options), distribution, "apply", "", {}, place)
+            found.append(probe_plugin(requested, profile, known, choices.get(plugin_class.name, 0)))
     return without_required(in_order(found), profile.chosen)
 
 

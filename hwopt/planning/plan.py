@@ -70,7 +70,7 @@ class Plan:
         """Coefficient of the load-balancing loss that is trained; 0 if there is none, or if the job leaves it out."""
         return 0.0 if self.job.task.ignore_router_loss else self.model.router_loss
 
-    @property
+    @cached_property
     def context(self) -> Context:
         """The context that the plugins were probed with."""
         context = Context(self.hardware, self.software, self.model, self.job, self.world_size, self.card)
