@@ -30,24 +30,6 @@ def test_first_allocation_takes_a_segment_of_its_pool(size: int, allocated: int,
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-def test_smallest_free_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(size * MIB) for size in (40, 30, 50)]
-    for block in blocks:
-        allocator.release(block)
-    assert allocator.allocate(29 * MIB).address == blocks[1].address
-    assert allocator.reserved == 120 * MIB
-
-
-def test_released_neighbours_merge() -> None:
-    allocator = CachingAllocator()
-    first, second, third = (allocator.allocate(5 * MIB) for _ in range(3))
-    for block in (first, third, second):
-        allocator.release(block)
-    assert allocator.allocate(20 * MIB).address == first.address
-    assert allocator.reserved == 20 * MIB
-
-
 def test_expandable_segment_grows_where_fixed_segments_fragment() -> None:
     """Each block is 4 MiB larger than the one before and does not fit into its segment."""
     reserved = []
