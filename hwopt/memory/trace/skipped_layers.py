@@ -47,8 +47,6 @@ class SkippedLayers:
         self.marks = Marks()
         self.returns_tuple = False
         self.installed = False
-        self.checkpointed: list[Any] = []
-        """The skipped layers whose checkpointing is off."""
 
     def __bool__(self) -> bool:
         return len(self.run) < len(self.layers)
@@ -64,16 +62,6 @@ class SkippedLayers:
             instance.forward = partial(self.skip, number)
             if getattr(layer, "gradient_checkpointing", False):  # its input would be moved to host memory
                 instance.gradient_checkpointing = False
-                self.checkpointed.append(instance)
-
-    def remove(self) -> None:
-        """Run every layer again."""
-        self.installed = False
-        for layer in self.layers:
-            vars(layer).pop("forward", None)
-        for instance in self.checkpointed:
-            instance.gradient_checkpointing = True
-        self.checkpointed = []
 
     def storages_of(self, layer: nn.Module) -> list[int | None]:
         """Return the numbers of the storages that belong to `layer`, in a fixed order; None for one that does not exist."""

@@ -250,8 +250,7 @@ def trace(request: TraceRequest) -> dict[str, Timeline]:
         except StepFailed as error:
             if not steps.layers.installed or request.layers == "few" or error.args[0] == "SequentialScan":
                 raise
-            steps.layers.remove()
-            return trace_shapes(steps, request)
+    return trace(replace(request, layers="all"))
 
 
 def trace_shapes(steps: StepFunctions, request: TraceRequest) -> dict[str, Timeline]:
