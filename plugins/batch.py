@@ -46,10 +46,9 @@ def split(step: int, rows: int, number: int, options: Batch.Options) -> hw.Choic
     if options.effective is None:
         steps, rest = divmod(step, rows)
         changes |= {"effective": step} if rest else {"gradient_accumulation_steps": steps}
-    micro = "1 micro-batch" if number == 1 else f"{number} micro-batches"
     return hw.Choice(
         changes=changes | evaluation_for(rows, options),
-        note=f"{micro} per step; {step} rows per step as before",
+        note=f"{hw.counted(number, 'micro-batch')} per step; {step} rows per step as before",
         time=1.0 + 0.03 * log2(number),
     )
 
@@ -169,7 +168,7 @@ class Batch(hw.Plugin):
         ranks, each = (f" over {world} ranks", " on each") if world > 1 else ("", "")
         tokens = f", {self.options.eval_tokens:,} tokens at most" if self.options.eval_tokens else ""
         return hw.Decision.apply(
-            f"{step_rows} rows per step{instead}{ranks}: {steps} micro-batch{'es' if steps > 1 else ''} of up to "
+            f"{step_rows} rows per step{instead}{ranks}: {hw.counted(steps, 'micro-batch')} of up to "
             f"{min(train, ceil(step_rows / world))}{each}; {sizes_of(self.options).eval_rows()} rows in evaluation{tokens}"
         )
 

@@ -63,9 +63,9 @@ class Dataloader(hw.Plugin):
         pinned = cuda and not hardware.unified_memory if options.pin_memory == "auto" else options.pin_memory
         start, reasons = options.multiprocessing_context, []
         where = "pinned" if pinned else "not pinned"
-        text = f"{named(workers, 'worker')} for {named(cores, 'core')} a process, {where}"
+        text = f"{hw.counted(workers, 'worker')} for {hw.counted(cores, 'core')} a process, {where}"
         if workers > cores and hardware.source == "described":
-            text = f"{named(workers, 'worker')}, {where}; "
+            text = f"{hw.counted(workers, 'worker')}, {where}; "
             text += f"they need {workers} cores a process, which this machine does not have ({cores})"
         elif workers > cores:
             reasons.append(f"{workers} workers need {workers} cores, a rank has {cores}")
@@ -78,7 +78,7 @@ class Dataloader(hw.Plugin):
             start = "spawn"
         to = options.changed(num_workers=workers, pin_memory=pinned, multiprocessing_context=start)
         if reasons:
-            return hw.Decision.fallback(to, f"{'; '.join(reasons)}; {named(workers, 'worker')}")
+            return hw.Decision.fallback(to, f"{'; '.join(reasons)}; {hw.counted(workers, 'worker')}")
         return hw.Decision.apply(text, to)
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
@@ -110,11 +110,6 @@ class Dataloader(hw.Plugin):
 
     def expects(self) -> Mapping[str, Any]:
         return {"num_workers": self.options.num_workers, "pinned": self.options.pin_memory}
-
-
-def named(number: int, word: str) -> str:
-    """`number` with `word` in the singular or the plural."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def scale(option: str, values: set[int], present: int, parallel: bool = False) -> hw.Scale:

@@ -26,6 +26,7 @@ from hwopt.plugin.memory_spec import MemorySpec
 from hwopt.plugin.recipe import Lazy, Recipe
 from hwopt.plugin.relations import CAPABILITIES, Conflict, Relations, Traits
 from hwopt.plugin.run_view import EngineView, Events, Observation, RunView
+from hwopt.text import counted
 
 API_VERSION = 3
 
@@ -279,6 +280,7 @@ __all__ = [
     "Stage",
     "TaskFacts",
     "Traits",
+    "counted",
     "dtype_name",
     "first_names",
     "verify",
