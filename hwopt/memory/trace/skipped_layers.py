@@ -34,27 +34,19 @@ class SequentialScan(Exception):
 class SkippedLayers:
     """The layers of a model that a trace skips. `extended` adds them to the timeline of a step."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, tracker: MemoryTracker) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, tracker: MemoryTracker, *, whole: bool) -> None:
+        """Skip layers of `model` from now on, unless the trace is to run the `whole` model."""
         self.optimizer, self.tracker = optimizer, tracker
-        self.layers = repeated_layers(model)
-        deep = len(self.layers) >= FEWEST_LAYERS
-        kinds = layer_kinds(self.layers) if deep else [0] * len(self.layers)
-        self.contexts = contexts(kinds)
-        self.run = layers_to_run(kinds) if deep else list(range(len(self.layers)))
+        layers = [] if whole else repeated_layers(model)
+        self.layers = layers if len(layers) >= FEWEST_LAYERS else []
+        kinds = layer_kinds(self.layers)
+        self.contexts, self.run = contexts(kinds), layers_to_run(kinds)
         first = {self.contexts[number]: number for number in reversed(self.run)}
         self.model_of = {number: number if number in self.run else first[context] for number, context in enumerate(self.contexts)}
         """Layer -> the layer whose block it repeats; a layer that is run repeats itself."""
         self.marks = Marks()
         self.returns_tuple = False
-        self.installed = False
-
-    def __bool__(self) -> bool:
-        return len(self.run) < len(self.layers)
-
-    def install(self) -> None:
-        """Skip layers from now on."""
-        self.installed = True
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers) if self else ():
             instance: Any = layer
             if number in self.run:
                 instance.forward = partial(self.run_layer, number, layer.forward)
@@ -62,6 +54,10 @@ class SkippedLayers:
             instance.forward = partial(self.skip, number)
             if getattr(layer, "gradient_checkpointing", False):  # its input would be moved to host memory
                 instance.gradient_checkpointing = False
+
+    def __bool__(self) -> bool:
+        """Whether there are layers to skip."""
+        return len(self.run) < len(self.layers)
 
     def storages_of(self, layer: nn.Module) -> list[int | None]:
         """Return the numbers of the storages that belong to `layer`, in a fixed order; None for one that does not exist."""

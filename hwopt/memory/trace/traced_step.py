@@ -69,10 +69,9 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
         tracker.late_state = run.engine.has_late_state
         label_storages(run, tracker)
         make_state(run, tracker)
-        layers = SkippedLayers(run.inner_model, run.optimizer, tracker)
+        whole = whole or run.recipe.engine is not None  # an engine may keep gradients of its own
+        layers = SkippedLayers(run.inner_model, run.optimizer, tracker, whole=whole)
         label_phases(run, tracker, layers)
-        if layers and not whole and run.recipe.engine is None:  # an engine may keep gradients of its own
-            layers.install()
 
         def train(run: Run, batch: StepBatch) -> None:
             if accumulates_gradients(plan):
@@ -90,7 +89,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
                 layers.marks = Marks()
                 step(run, batch)
                 timeline = tracker.timeline()
-            return layers.extended(timeline) if layers.installed else timeline
+            return layers.extended(timeline) if layers else timeline
 
         gc.collect()
         gc.freeze()  # otherwise every collection scans all modules
@@ -130,7 +129,7 @@ def label_phases(run: Any, tracker: MemoryTracker, layers: SkippedLayers) -> Non
         tracker.begin_backward()
         with tracker.new_storages_are("temporary"):
             backward(*args)
-            if layers.installed:
+            if layers:
                 layers.after_backward()
 
     def labelled_finish() -> None:

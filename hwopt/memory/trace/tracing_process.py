@@ -243,12 +243,12 @@ def trace(request: TraceRequest) -> dict[str, Timeline]:
     from hwopt.memory.trace.traced_step import fake_step_functions
 
     with fake_step_functions(request.plan, request.head, whole=request.layers == "all") as steps:
-        if request.layers == "few" and not steps.layers.installed:
+        if request.layers == "few" and not steps.layers:
             raise StepFailed("NotRepeated", "no layers are equal")
         try:
             return trace_shapes(steps, request)
         except StepFailed as error:
-            if not steps.layers.installed or request.layers == "few" or error.args[0] == "SequentialScan":
+            if not steps.layers or request.layers == "few" or error.args[0] == "SequentialScan":
                 raise
     return trace(replace(request, layers="all"))
 
