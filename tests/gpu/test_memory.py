@@ -11,8 +11,6 @@ import pytest
 import torch
 from event_calls import calling
 
-from hwopt.config.job import make_job
-from hwopt.config.toml import Document
 from hwopt.hardware.device import GIB
 from hwopt.memory.allocator.caching_allocator import Block, CachingAllocator
 from hwopt.memory.allocator.playback import played_run
@@ -121,12 +119,11 @@ def test_a_run_reserves_what_the_plan_says(tables: dict[str, Any], lengths: tupl
     """Weights that were quantized leave free blocks, which no step can use; the evaluation is larger than a step; the first of
     two micro-batches makes gradients between its activations; most packed steps are smaller than one of the longest documents."""
     max_steps, evaluated = (2, 8) if lengths == LENGTHS else (5, 1)  # of one epoch and a step more, measured before it
-    job = tiny_job(tmp_path / "data", "causal-lm", config=LLAMA | {"vocab_size": 128_000}, max_steps=max_steps, **SKIP)
+    config = LLAMA | {"vocab_size": 128_000}
+    job = tiny_job(tmp_path / "data", "causal-lm", config=config, data={"max_length": 400}, max_steps=max_steps, **SKIP)
     rows = [json.dumps({"text": " ".join(["red"] * length)}) for length in lengths]
     for name in ("train", "eval"):
         (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join((rows * 8)[:32]))
-    data = job.document.data["data"] | {"max_length": 400}
-    job = make_job(Document(job.document.name, job.document.data | {"data": data}))
     plan = plan_for(tiny_profile(**tables, batch={"train": 4, "eval": evaluated, "gradient_accumulation_steps": 2}), job)
     forecast = plan_memory(plan, tmp_path / "cache").reserved_gib
     reserved: list[int] = []

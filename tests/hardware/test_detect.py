@@ -12,9 +12,6 @@ CARDS = {  # name: (compute capability, fp16, bf16, tf32, flash)
     "V100": ((7, 0), True, False, False, False),
     "T4": ((7, 5), True, False, False, False),
     "A100": ((8, 0), True, True, True, True),
-    "RTX 3070": ((8, 6), True, True, True, True),
-    "L4": ((8, 9), True, True, True, True),
-    "H100": ((9, 0), True, True, True, True),
     "P100": ((6, 0), False, False, False, False),
 }
 

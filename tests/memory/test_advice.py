@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hwopt import api
-from hwopt.config.job import make_job
 from hwopt.config.profile import make_profile
 from hwopt.config.toml import Document
 from hwopt.hardware.device import Hardware, described
@@ -50,8 +49,7 @@ class Ends(PlanListener):
 
 
 def gains_of(folder: Path, hardware: Hardware, listener: PlanListener | None = None, **plugins: Any) -> list[Gain]:
-    document = tiny_job(folder).document
-    job = make_job(Document(document.name, document.data | {"model": {"config": BERT}}))
+    job = tiny_job(folder, config=BERT)
     tables = {"batch": {"train": 4, "gradient_accumulation_steps": 2}} | plugins
 
     def planned(changes: Sequence[str] = ()) -> Plan:

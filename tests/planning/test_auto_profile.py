@@ -34,15 +34,12 @@ def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
 @pytest.mark.parametrize(
     ("name", "capability", "gib", "profile"),
     [
-        ("NVIDIA GeForce RTX 3070", (8, 6), 7.78, "rtx3070_8gb"),
         ("NVIDIA GeForce RTX 3070 Ti", (8, 6), 7.78, "rtx3070_8gb"),
-        ("NVIDIA GeForce RTX 3090", (8, 6), 23.7, "rtx3090_24gb"),
         ("NVIDIA A10G", (8, 6), 22.19, "a10_24gb"),
         ("NVIDIA H100 PCIe", (9, 0), 79.2, "h100_80gb"),
         ("NVIDIA H200 NVL", (9, 0), 139.8, "h200_141gb"),
         ("NVIDIA GeForce RTX 4060 Ti", (8, 9), 7.63, "rtx4060_8gb"),
         ("Tesla V100S-PCIE-32GB", (7, 0), 31.74, "v100_32gb"),
-        ("Tesla T4", (7, 5), 14.56, "t4_16gb"),
         ("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75, "auto-t4_16gb"),
     ],
 )

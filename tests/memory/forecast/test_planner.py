@@ -59,9 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def planned(folder: Path, config: dict[str, Any], plugins: dict[str, Any], registry: Registry | None = None, **more: Any) -> Plan:
     kind = "text-classification" if config["model_type"] == "bert" else "causal-lm"
-    document = tiny_job(folder, kind).document
-    job = make_job(Document(document.name, document.data | {"model": {"config": config}}))
-    return plan_for(tiny_profile(**plugins), job, registry, **more)
+    return plan_for(tiny_profile(**plugins), tiny_job(folder, kind, config=config), registry, **more)
 
 
 @pytest.mark.parametrize("case", named(CASES, ("O2, 8 bits", "selective checkpointing", "LoRA")))
