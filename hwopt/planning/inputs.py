@@ -113,6 +113,21 @@ class Inputs:
         return make_job(document, assignments)
 
 
+SWITCHES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_CPU_AFFINITY"),
+    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "FORK_LAUNCHED", "USE_TORCH_XLA"),
+)  # boolean variables of Accelerate; it reads some of them on import
+YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+
+
+def refuse_odd_switches(environment: Mapping[str, str]) -> None:
+    """Raise InputError for a boolean variable that is neither on nor off. Accelerate's own error does not name it."""
+    for name in SWITCHES:
+        if name in environment and environment[name].lower() not in (*YES, *NO):
+            accepted = f"expected one of {listing(YES)}, or of {listing(NO)}; set one, or unset it"
+            raise InputError(f"{name}={truncate(environment[name])}: {accepted}")
+
+
 def refuse_mistakes(
     inputs: Inputs, profiles: Sequence[str], job: Path | None, assignments: Sequence[str], memory_limit: str | None
 ) -> None:
@@ -120,6 +135,7 @@ def refuse_mistakes(
 
     If the job names a model of the hub and the hub is out of reach, its client is set to work offline.
     """
+    refuse_odd_switches(os.environ)
     named = [profile for profile in profiles if profile != "auto"]
     for profile in named:
         given_options(inputs.profile(profile, assignments), inputs.registry)

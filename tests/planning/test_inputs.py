@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from accelerate.utils import str_to_bool
 
 from hwopt.cli.run import run
 from hwopt.config.aliases import INSTEAD, plugin_aliases
@@ -17,7 +18,7 @@ from hwopt.errors import DataError, HwoptError, InputError, StorageError, is_gat
 from hwopt.memory.trace.tracer import cached_timelines
 from hwopt.model.config import load_config
 from hwopt.model.facts import model_facts
-from hwopt.planning.inputs import Inputs, refuse_missing_data, refuse_mistakes
+from hwopt.planning.inputs import NO, YES, Inputs, refuse_missing_data, refuse_mistakes, refuse_odd_switches
 from hwopt.plugin.registry import Registry
 from hwopt.runs.folder import run_folder
 from hwopt.saving.reader import checkpoint_in
@@ -238,3 +239,11 @@ def test_every_alias_names_an_existing_key() -> None:
 )
 def test_gated_hub_error_is_recognized(error: Exception, gated: bool) -> None:
     assert is_gated(error) == gated
+
+
+def test_switch_must_be_on_or_off_as_accelerate_reads_it() -> None:
+    for value in (*YES, *NO, "True"):
+        refuse_odd_switches({"ACCELERATE_USE_CPU": value})
+        assert str_to_bool(value) == (value.lower() in YES)
+    with pytest.raises(InputError, match="^ACCELERATE_USE_CPU=.*: expected one of 1, true, .* unset it$"):
+        refuse_odd_switches({"ACCELERATE_USE_CPU": "perhaps"})
