@@ -66,11 +66,15 @@ def message_of(arguments: Sequence[str], *codes: int) -> str:
     assert code in codes, (arguments, code, text)
     if code == 0:
         return ""
+    check_message(text)
+    return text
+
+
+def check_message(text: str) -> None:
     assert "Traceback" not in text
     assert 0 < len([line for line in text.splitlines() if line.strip()]) <= MOST_LINES, text
     assert len(text) < 4000
     assert not [character for character in text if not character.isprintable() and character not in "\n\t"], repr(text)
-    return text
 
 
 def many(number: int) -> settings:
