@@ -74,6 +74,9 @@ class MemoryTracker(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and disabling dynamo for each operation is slow
 
+    def __deepcopy__(self, memo: Any) -> MemoryTracker:
+        return self  # a copied tensor would belong to a copied mode, and each view of it would take memory
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE and isinstance(args[0], FakeTensor):

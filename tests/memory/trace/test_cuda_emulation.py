@@ -1,5 +1,6 @@
 """Fake tensors use memory as CUDA's kernels do. The expected bytes are those of torch's CUDA allocator."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_autocast_converts_as_on_cuda(on_t4: Emulated, name: str) -> None:
         found, result = on_t4.peak(lambda: operation(x))
     assert found == expected
     assert result.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_copy_of_a_layer_needs_the_memory_of_its_weights_only(on_t4: Emulated) -> None:
+    """PEFT copies the layers of `modules_to_save`."""
+    layer = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
+    peak, copied = on_t4.peak(lambda: copy.deepcopy(layer))
+    assert peak == 4
+    assert on_t4.tracker.number_of(copied.weight.t()) == on_t4.tracker.number_of(copied.weight)
 
 
 @pytest.mark.filterwarnings("ignore")
