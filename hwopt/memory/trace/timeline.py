@@ -47,7 +47,7 @@ class Timeline:
     """Whether fp32 matrix products may use TF32."""
     granularity: int
     """The allocator rounds every size up to a multiple of this number of bytes."""
-    phases: NDArray[np.int64]  # (2,) index of the first event of the backward pass and of the update
+    phases: NDArray[np.int64]  # (3,) index of the first event of the backward pass, of the update, and of the forward pass
     before: int = 0
     """Number of storages that exist before the step; the first events allocate them."""
     cached: bool = False

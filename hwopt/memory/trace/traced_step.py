@@ -76,6 +76,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
         def train(run: Run, batch: StepBatch) -> None:
             if accumulates_gradients(plan):
                 add_earlier_gradients(run, tracker)
+            tracker.begin_forward()
             train_step(run, batch)
 
         def trace(step: Callable[[Run, StepBatch], None], shape: Shape) -> Timeline:

@@ -59,7 +59,7 @@ class MemoryTracker(FakeTensorMode):
         self.host_sizes: list[int] = []
         self.column_sums: dict[int, ColumnSum] = {}
         self.update = self.before = 0
-        self.phases = [0, 0]
+        self.phases = [0, 0, 0]
         self.expandable = False
         self.late_state = False
         self.allowed: float = math.inf
@@ -186,6 +186,10 @@ class MemoryTracker(FakeTensorMode):
         """Count the following operations as the optimizer's update."""
         self.update = len(self.ends)
         self.phases[1] = len(self.events)
+
+    def begin_forward(self) -> None:
+        """Count the following events as the forward pass."""
+        self.phases[2] = len(self.events)
 
     def begin_backward(self) -> None:
         """Count the following events as the backward pass."""

@@ -27,7 +27,7 @@ def timeline(sizes_mib: list[float], events: list[int], before: int = 0, **optio
         update=0,
         tf32=False,
         granularity=512,
-        phases=np.array([0, 0]),
+        phases=np.array([0, 0, 0]),
         before=before,
         **({"cached": True} | options),
     )
@@ -62,18 +62,20 @@ def test_tensors_of_the_step_before_are_replaced() -> None:
 def test_first_micro_batch_makes_its_gradients_between_its_activations() -> None:
     """Weights of 100 MiB, gradients of 30, activations of 200. It splits their block, and the next ones need another."""
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "temporary")])
-    step = replace(timeline([100, 30, 200, 30], [2, 3, -3, 4, -4, -2], before=1), kinds=kinds, phases=np.array([3, 6]))
+    step = replace(timeline([100, 30, 200, 30], [2, 3, -3, 4, -4, -2], before=1), kinds=kinds, phases=np.array([3, 6, 2]))
     step = replace(step, operands=np.array([1, 3]), ends=np.array([2]), update=1)
     evaluation = timeline([100], [], before=1)
     assert played_run([step, step], [evaluation]).reserved == (100 + 200 + 200) * MIB
-    one_pass = replace(step, events=np.delete(step.events, 1), phases=np.array([2, 5]))  # without earlier gradients
+    one_pass = replace(step, events=np.delete(step.events, 1), phases=np.array([2, 5, 1]))  # without earlier gradients
     assert played_run([one_pass, one_pass], [evaluation]).reserved == (100 + 200) * MIB
+    fused = replace(step, phases=np.array([3, 6, 1]))  # the loss makes the gradient in the forward pass
+    assert played_run([fused], [evaluation]).train.bytes == (100 + 30 + 200) * MIB
 
 
 def test_gradient_of_a_fused_loss_is_not_a_shared_copy_of_a_weight() -> None:
     """It is made in the forward pass. With tied embeddings it lives until both passes have ended."""
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "temporary")])
-    step = replace(timeline([100, 30, 200, 30], [2, 4, 3, -3, -4, -2], before=1), kinds=kinds, phases=np.array([4, 6]))
+    step = replace(timeline([100, 30, 200, 30], [2, 4, 3, -3, -4, -2], before=1), kinds=kinds, phases=np.array([4, 6, 2]))
     step = replace(step, operands=np.array([1, 3]), ends=np.array([2]), update=1)
     found = played_run([step, step], [timeline([100], [], before=1)])
     assert (found.train.bytes, found.reserved) == ((100 + 30 + 30 + 200) * MIB,) * 2
@@ -83,7 +85,7 @@ def test_micro_batches_of_a_step_share_copies_of_weights() -> None:
     """Weights of 100 MiB, gradients of 30, a copy of 50 that lives until both passes have ended, activations of 200 or 120."""
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "activations", "activations", "temporary")])
     events = [2, 3, 4, -4, 5, -5, -3, -2]
-    step = replace(timeline([100, 30, 50, 200, 30], events, before=1), kinds=kinds, phases=np.array([4, 8]))
+    step = replace(timeline([100, 30, 50, 200, 30], events, before=1), kinds=kinds, phases=np.array([4, 8, 2]))
     step = replace(step, operands=np.array([1, 4]), ends=np.array([2]), update=1)
     small, evaluation = replace(step, sizes=step.sizes * [1, 1, 1, 0.6, 1]), timeline([100], [], before=1)
     allocator = CachingAllocator()
@@ -107,7 +109,7 @@ def test_later_micro_batches_cast_gradients_at_the_end_of_the_backward_pass() ->
     """
     events = [2, 3, 4, 5, 6, 7, -6, 8, 9, -8, -9, -5, 10, -10, -7, -4, -3, -2]
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "gradients", *["activations"] * 7)])
-    step = replace(timeline([100, 30, 30, 15, 200, 15, 30, 15, 30, 30], events, before=1), kinds=kinds, phases=np.array([5, 17]))
+    step = replace(timeline([100, 30, 30, 15, 200, 15, 30, 15, 30, 30], events, before=1), kinds=kinds, phases=np.array([5, 17, 3]))
     operands = [(5, 6), (7, 8), (2, 8), (6, 9), (1, 6)]  # cast, cast, add, add, add
     step = replace(step, operands=np.array(operands).ravel(), ends=np.arange(2, 11, 2), update=5)
     assert late_casts(step, {1, 2}, {6, 8}, {3}) == [7, -6, -7, -10, 9, -8, -9]
@@ -140,7 +142,7 @@ def test_state_that_the_first_update_creates_splits_a_block_of_the_evaluation(la
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "optimizer_state", "activations", "temporary")])
     evaluation = replace(timeline([100, 20, 300, 0], [3, -3], before=2), kinds=kinds)
     train = replace(timeline([100, 20, 40, 10], [3, -3, 4, -4], before=2), kinds=kinds, late_state=late)
-    train = replace(train, phases=np.array([3, 4]))
+    train = replace(train, phases=np.array([3, 4, 2]))
     run = played_run([train], [evaluation])
     assert run.reserved == (720 - 20 if late else 420) * MIB
     assert played_run([train], [evaluation], steps=[[train]]) == run
@@ -156,7 +158,7 @@ def test_largest_step_cannot_use_the_segments_of_a_smaller_one_before_it() -> No
 def test_captured_passes_keep_a_pool_beside_what_evaluation_reserves() -> None:
     """100 MiB of weights, 60 of the evaluation and 20 of the update in the common pool; 40 of the passes in their own."""
     evaluation = timeline([100, 60], [2, -2], before=1)
-    step = replace(timeline([100, 40, 20], [2, -2, 3, -3], before=1), phases=np.array([1, 3]))
+    step = replace(timeline([100, 40, 20], [2, -2, 3, -3], before=1), phases=np.array([1, 3, 1]))
     assert played_run([step], [evaluation]).reserved == 160 * MIB
     assert played_run([step], [evaluation], step).reserved == 200 * MIB
     larger = replace(step, sizes=step.sizes * [1, 3, 1])

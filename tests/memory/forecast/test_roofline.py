@@ -29,7 +29,7 @@ def operations(gigabytes: list[float], teraflops: list[float]) -> Timeline:
         update=len(number),
         tf32=False,
         granularity=512,
-        phases=np.array([0, 0]),
+        phases=np.array([0, 0, 0]),
     )
 
 
