@@ -258,12 +258,12 @@ class OptimizedTrainer(Base):
 
 
 def default_arguments(trainer: type, model: Any) -> Any:
-    """The arguments that `trainer` uses if it is given none: those of TRL's class of the same name, else TrainingArguments."""
+    """The arguments that `trainer` uses if it is given none: of TRL's class of the same name, or as the class itself says."""
     name, package = trainer.__name__.removesuffix("Trainer"), importlib.import_module(trainer.__module__.partition(".")[0])
     if isinstance(found := getattr(package, f"{name}Config", None), type) and issubclass(found, TrainingArguments):
         label = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         return found(f"{label.rpartition('/')[2] or 'trainer'}-{name}")
-    return TrainingArguments("trainer_output")
+    return getattr(trainer, "training_args_class", TrainingArguments)("tmp_trainer")  # sentence-transformers has its own
 
 
 def callback_of(run: ScriptRun, trainer: Any) -> Any:

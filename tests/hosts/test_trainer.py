@@ -32,6 +32,7 @@ from hwopt.hosts.arguments import own_words
 from hwopt.hosts.limits import lacks_of, overridden
 from hwopt.hosts.script_plan import Script, plan_for
 from hwopt.hosts.script_run import ScriptRun, with_lines
+from hwopt.hosts.trainer import default_arguments
 from hwopt.runs.record import read_record
 
 SPLIT = {"batch": {"train": 4}, "precision": {"dtype": "fp32"}}
@@ -422,6 +423,14 @@ def test_failed_training_says_why_in_its_folder_and_a_second_one_forgets_it(tmp_
     trainer.remove_callback(Fails)
     trainer.train()
     assert read_record(tmp_path).exit_code == 0
+
+
+def test_trainer_without_arguments_gets_those_that_its_class_would_take() -> None:
+    from sentence_transformers import CrossEncoderTrainer, CrossEncoderTrainingArguments
+
+    of = {cls: default_arguments(hwopt.optimized(cls, "cpu"), None) for cls in (CrossEncoderTrainer, Trainer)}
+    assert {type(args) for args in of.values()} == {CrossEncoderTrainingArguments, TrainingArguments}
+    assert {args.output_dir for args in of.values()} == {"tmp_trainer"}
 
 
 def test_weights_of_a_loss_of_sentence_transformers_are_trained(tmp_path: Path) -> None:
