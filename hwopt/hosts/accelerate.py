@@ -154,12 +154,13 @@ def as_planned(optimizer: torch.optim.Optimizer, session: Session) -> None:
     if (make := session.run.recipe.optimizer) is None:
         return
     sample = make(with_defaults([torch.nn.Parameter(torch.zeros(1, device=session.run.device))], {}))
-    if type(sample) is type(optimizer) and not optimizer.state:
-        for key in ("fused", "foreach"):
-            for group in (optimizer.defaults, *optimizer.param_groups):
-                group[key] = sample.defaults.get(key)
-        if sample.defaults.get("fused"):
+    theirs, ours = ({key: each.defaults.get(key) for key in ("fused", "foreach")} for each in (optimizer, sample))
+    own = [f" with {key} = {value}" for key, value in theirs.items() if value not in (None, ours[key])]
+    if type(sample) is type(optimizer) and not optimizer.state and not own:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(ours)
+        if ours["fused"]:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # what the class sets when it is made fused
         return
-    why = f"your script makes its own {type(optimizer).__name__}; hwopt.optimizer(profile) makes the profile's"
+    why = f"your script makes its own {type(optimizer).__name__}{''.join(own)}; hwopt.optimizer(profile) makes the profile's"
     session.run.leave_out({"optimizer": why})

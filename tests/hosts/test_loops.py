@@ -284,13 +284,17 @@ def test_script_may_end_within_the_first_step() -> None:
     assert (ended.returncode, ended.stderr.strip().splitlines()[-1]) == (1, "ends here"), ended.stderr
 
 
-def test_optimizer_of_another_class_stays_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("cls", "kernels"), [("SGD", {}), ("AdamW", {"foreach": False}), ("AdamW", {"fused": False})])
+def test_optimizer_of_another_class_or_with_kernels_of_its_own_stays_the_scripts(
+    cls: str, kernels: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
     accelerator = hwopt.Accelerator(cpu=True, profile="cpu")
     model = bert()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = getattr(torch.optim, cls)(model.parameters(), lr=0.1, **kernels)
     assert accelerator.prepare(model, optimizer)[1].optimizer is optimizer
     accelerator.end_training()
-    assert "skip     optimizer: your script makes its own SGD" in capsys.readouterr().out
+    assert {key: optimizer.param_groups[0][key] for key in ("fused", "foreach")} == {"fused": None, "foreach": None} | kernels
+    assert f"skip     optimizer: your script makes its own {cls}" in capsys.readouterr().out
 
 
 def test_precision_of_the_script_wins(capsys: pytest.CaptureFixture[str]) -> None:
