@@ -74,6 +74,10 @@ def reward(trainer: Any, counted: bool) -> Additivity:
 
 WIDTH_ROPE = {"dynamic", "longrope"}
 """Kinds of rotary positions whose frequencies change for the whole batch if its longest row exceeds the original context."""
+MIXING = {"nllb-moe": "let an expert take a limited number of the tokens of a batch"} | dict.fromkeys(
+    ("canine", "convbert", "fnet", "mobilebert", "mra", "nystromformer", "reformer", "yoso"), "mix tokens with the padding"
+)
+"""Kind of a model -> what its layers do, for which the loss of a row changes with the other rows, or with the padding."""
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record CUDA graphs
 TRL: dict[str, Callable[[Any, bool], Additivity]] = {
     "trl.trainer.sft_trainer.SFTTrainer": sft,
@@ -132,6 +136,8 @@ def rows_meet(model: Any, args: Any = None) -> str:
     """Why every loss of this model depends on the other rows of its batch, whatever it is computed of; "" if none does."""
     if getattr(args, "neftune_noise_alpha", None):
         return "the noise of NEFTune depends on the padded width"
+    if (kind := getattr(getattr(model, "config", None), "model_type", "")) in MIXING:
+        return f"layers of {kind} {MIXING[kind]}"
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             return f"{name} is a BatchNorm: its statistics are those of the batch"

@@ -97,6 +97,19 @@ def test_positions_that_depend_on_the_longest_row_have_no_law(kind: str, reason:
     assert reason in found.reason
 
 
+@pytest.mark.parametrize("name", ["ConvBertForSequenceClassification", "MobileBertForTokenClassification"])
+def test_model_that_reads_the_padding_has_no_law_whatever_the_user_says(name: str, tmp_path: Path) -> None:
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**COMMON | SIZES)).double().eval()
+    for weight in model.parameters():
+        weight.data += 0.1  # the padding's embedding too, which is 0 before a training only
+    ids = torch.randint(5, 60, (1, 9))
+    ids[:, 6:] = 0
+    logits = [model(ids[:, :width], ids[:, :width].ne(0).long()).logits[:, :6] for width in (6, 9)]
+    assert not torch.allclose(*logits, rtol=1e-9, atol=1e-12)
+    assert "mix tokens with the padding" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True, "rows").reason
+
+
 def test_method_of_a_loss_that_a_subclass_overrides_has_no_law(tmp_path: Path) -> None:
     from trl import DPOTrainer
 
