@@ -68,10 +68,6 @@ def dpo(trainer: Any, counted: bool) -> Additivity:
     return Additivity("rows", f"the loss of DPOTrainer, {listing(trainer.loss_types)}, is a mean over pairs", pairs=True)
 
 
-def reward(trainer: Any, counted: bool) -> Additivity:
-    return Additivity("rows", "the loss of RewardTrainer is a mean over pairs", pairs=True)
-
-
 WIDTH_ROPE = {"dynamic", "longrope"}
 """Kinds of rotary positions whose frequencies change for the whole batch if its longest row exceeds the original context."""
 MIXING = {"nllb-moe": "let an expert take a limited number of the tokens of a batch"} | dict.fromkeys(
@@ -79,10 +75,11 @@ MIXING = {"nllb-moe": "let an expert take a limited number of the tokens of a ba
 )
 """Kind of a model -> what its layers do, for which the loss of a row changes with the other rows, or with the padding."""
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record CUDA graphs
+REWARD = Additivity("rows", "the loss of RewardTrainer is a mean over pairs", pairs=True)
 TRL: dict[str, Callable[[Any, bool], Additivity]] = {
     "trl.trainer.sft_trainer.SFTTrainer": sft,
     "trl.trainer.dpo_trainer.DPOTrainer": dpo,
-    "trl.trainer.reward_trainer.RewardTrainer": reward,
+    "trl.trainer.reward_trainer.RewardTrainer": lambda *_: REWARD,
 }
 """Class of TRL that computes a loss of its own -> its law. Not here: KTO (a KL term over the batch), ORPO, CPO, GRPO, RLOO."""
 
@@ -181,7 +178,6 @@ def class_name(model: Any) -> str:
 
 def batch_problem(trainer: Trainer, model: Any) -> str:
     """Why a row's part of the loss depends on the other rows of its batch; "" if it does not."""
-    args: Any = trainer.args
     if own := replaced_part(model):
         return f"{own} of the model is yours"
     text = model.config.get_text_config() if hasattr(model, "config") else None
@@ -191,7 +187,7 @@ def batch_problem(trainer: Trainer, model: Any) -> str:
         return "attention_type = 'block_sparse' depends on the width of the batch"
     if getattr(text, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         return "the load-balancing loss of the router is not a sum over samples"
-    if getattr(args, "padding_free", False) or getattr(args, "packing", False):
+    if getattr(trainer.args, "padding_free", False) or getattr(trainer.args, "packing", False):
         return "packed rows are one row of the batch"
     return ""
 
@@ -202,8 +198,7 @@ def replaced_part(model: Any) -> str:
     forward = next((own[name] for name in ("_old_forward", "_original_forward", "forward") if name in own), None)  # Accelerate's
     if forward is not None and not from_libraries(forward) and getattr(forward, "__func__", None) is not type(model).forward:
         return "forward()"
-    loss = own.get("_loss_function")
-    if loss is not None and not from_libraries(loss):
+    if (loss := own.get("_loss_function")) is not None and not from_libraries(loss):
         return "loss_function"
     return "a forward hook" if own.get("_forward_hooks") else ""
 

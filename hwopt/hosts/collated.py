@@ -45,8 +45,7 @@ class CollatedPart:
 
 
 def width_of(batch: Batch) -> int:
-    ids = batch.get("input_ids")
-    return ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
+    return ids.shape[-1] if isinstance(ids := batch.get("input_ids"), Tensor) and ids.ndim > 1 else 1
 
 
 def rows_of(batch: Any) -> int | None:

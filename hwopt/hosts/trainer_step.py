@@ -209,8 +209,7 @@ class TrainerStep:
 
     def _parts(self, batches: list[Batch], law: Any, cut: Any, rows: int, halvings: int = 0) -> list[CollatedPart]:
         shifted = shifts_labels(self.trainer.model)
-        by_labels = law.law == "rows" and self.additive is None and ignores_rows(batches)
-        how: Law = "labels" if by_labels else law.law
+        how: Law = "labels" if law.law == "rows" and self.additive is None and ignores_rows(batches) else law.law
         return micro_batches(
             batches, how, cut, rows, halvings, pad_id=self._pad_id, shifted=shifted, pairs=law.pairs, widths=self.widths
         )

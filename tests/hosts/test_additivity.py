@@ -97,19 +97,6 @@ def test_positions_that_depend_on_the_longest_row_have_no_law(kind: str, reason:
     assert reason in found.reason
 
 
-@pytest.mark.parametrize("name", ["ConvBertForSequenceClassification", "MobileBertForTokenClassification"])
-def test_model_that_reads_the_padding_has_no_law_whatever_the_user_says(name: str, tmp_path: Path) -> None:
-    cls = getattr(transformers, name)
-    model = cls(cls.config_class(**COMMON | SIZES)).double().eval()
-    for weight in model.parameters():
-        weight.data += 0.1  # the padding's embedding too, which is 0 before a training only
-    ids = torch.randint(5, 60, (1, 9))
-    ids[:, 6:] = 0
-    logits = [model(ids[:, :width], ids[:, :width].ne(0).long()).logits[:, :6] for width in (6, 9)]
-    assert not torch.allclose(*logits, rtol=1e-9, atol=1e-12)
-    assert "mix tokens with the padding" in additivity_of(Trainer(model=model, args=arguments(tmp_path)), True, "rows").reason
-
-
 def test_method_of_a_loss_that_a_subclass_overrides_has_no_law(tmp_path: Path) -> None:
     from trl import DPOTrainer
 
@@ -137,6 +124,8 @@ def with_own_forward(model: Any) -> None:
         (lambda model: model.add_module("own", torch.nn.BatchNorm1d(3)), "rows", "own is a BatchNorm"),
         (lambda model: torch.nn.utils.parametrizations.spectral_norm(model.classifier), "rows", "spectral norm"),
         (lambda model: torch.nn.utils.spectral_norm(model.classifier), "rows", "spectral norm"),
+        (lambda model: setattr(model.config, "model_type", "convbert"), "rows", "mix tokens with the padding"),
+        (lambda model: setattr(model.config, "model_type", "nllb-moe"), "rows", "let an expert take a limited number"),
         (with_own_forward, None, "forward() of the model is yours"),
         (lambda model: setattr(model, "loss_function", torch.nn.functional.cross_entropy), None, "loss_function of the model"),
         (lambda model: model.register_forward_hook(lambda *values: None), None, "a forward hook of the model"),

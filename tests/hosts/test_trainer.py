@@ -380,6 +380,7 @@ def test_losses_of_sentence_transformers_stay_whole(kind: str, tmp_path: Path, c
     output = capsys.readouterr().out
     assert f"a step is not split: {name} computes a loss of its own" in output
     assert "active   sdpa" in output
+    assert type(default_arguments(ours(getattr(place, name)), None)).__name__.startswith(name.removesuffix("Trainer"))
     rows_at_once = "mini_batch_size = 4 of CachedMultipleNegativesRankingLoss"
     assert (f"{rows_at_once} stays: your script sets it" in output) == (kind == "cached")
     if kind == "cached":
@@ -423,14 +424,6 @@ def test_failed_training_says_why_in_its_folder_and_a_second_one_forgets_it(tmp_
     trainer.remove_callback(Fails)
     trainer.train()
     assert read_record(tmp_path).exit_code == 0
-
-
-def test_trainer_without_arguments_gets_those_that_its_class_would_take() -> None:
-    from sentence_transformers import CrossEncoderTrainer, CrossEncoderTrainingArguments
-
-    of = {cls: default_arguments(hwopt.optimized(cls, "cpu"), None) for cls in (CrossEncoderTrainer, Trainer)}
-    assert {type(args) for args in of.values()} == {CrossEncoderTrainingArguments, TrainingArguments}
-    assert {args.output_dir for args in of.values()} == {"tmp_trainer"}
 
 
 def test_weights_of_a_loss_of_sentence_transformers_are_trained(tmp_path: Path) -> None:
@@ -526,9 +519,7 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         "additive = 'mean': expected one of": lambda: optimized(additive="mean"),
         "needs model= or model_init=": lambda: optimized()(args=TrainingArguments(str(tmp_path), use_cpu=True)),
         "expected TrainingArguments or a class of TRL, got dict": lambda: optimized()(bert(), {"output_dir": "out"}),
-        "no plugin 'length_batchin' is installed. Did you mean 'length_batching'": lambda: train(
-            optimized(length_batchin=False), tmp_path
-        ),
+        "no plugin 'length_batchin' .* mean 'length_batching'": lambda: train(optimized(length_batchin=False), tmp_path),
         "expected the options of plugin 'batch' as a dict": lambda: train(optimized(batch=4), tmp_path),
         "plugins.batch.train: ": lambda: train(optimized(batch={"train": "two"}), tmp_path),
         "plugins.precision.dtype: .*torch.bfloat16": lambda: train(optimized(precision={"dtype": torch.bfloat16}), tmp_path),
@@ -544,8 +535,8 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_process_is_as_before_afterwards(tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
-        backends = torch.backends.cuda
-        return backends.flash_sdp_enabled(), backends.math_sdp_enabled(), torch.get_float32_matmul_precision()
+        sdp = torch.backends.cuda
+        return sdp.flash_sdp_enabled(), sdp.math_sdp_enabled(), torch.get_float32_matmul_precision()
 
     before, methods = state(), dict(vars(Trainer))
     train(optimized(sdpa={"prefer": ["efficient", "math"]}), tmp_path, max_steps=1)
