@@ -31,7 +31,7 @@ OTHER_LISTS = {
     "hydra": "a setting of Hydra itself",
     "profiler": "a setting of a profiler",
     "input_require_grads": "hwopt's checkpointing is never reentrant",
-    "compute_metrics": "hwopt's tasks have their metrics",
+    "Trainer": "hwopt's tasks have their metrics, and the job names its data",
 }
 
 
@@ -83,7 +83,7 @@ TRL_WORDS = SFT_WORDS | TRL_KEYS
 def trainer_view(source: SourceFile, recognised_by: str) -> View:
     """TrainingArguments of any version of transformers, flat, nested by Hydra, or of a script; and names of common scripts."""
     view = View(source, "transformers", recognised_by, lambda word: spelled(word, source))
-    for entry in source.entries:
+    for entry in sorted(source.entries, key=lambda each: len(each.path)):  # `seed` comes before `dataset_mixture.seed`
         word = word_at(entry)
         if entry.path[0] in OTHER_LISTS:
             view.leave(entry, OTHER_LISTS[entry.path[0]], "other")

@@ -41,6 +41,7 @@ def left(text: str) -> dict[str, tuple[bool, str]]:
 
 # fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {
+    "data:\n  seed: 0\nseed: 7\nfp16: true": {"training.seed": 7, "plugins.precision.dtype": "fp16"},
     "fp16: true": {"plugins.precision.dtype": "fp16"},
     "bf16: auto": {"plugins.precision.dtype": "auto"},
     "fp16: false": {},
