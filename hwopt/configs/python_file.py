@@ -64,10 +64,7 @@ def from_python(text: str, name: str) -> SourceFile:
 
 def called(call: ast.Call) -> str:
     """The last part of the name of the function that `call` calls."""
-    match call.func:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-    return ""
+    return str(getattr(call.func, "id", getattr(call.func, "attr", "")))
 
 
 class PythonScript:
@@ -250,13 +247,14 @@ class PythonScript:
                 return ast.literal_eval(literal)
 
     def assigned(self, arguments: ast.Call) -> Iterator[Entry]:
-        """Fields of `arguments` set later, as deep in the script; `model.config.use_cache = …`; that no trainer has metrics; that
-        inputs get gradients; and that an adapter may be there, if peft is named.
+        """Fields of `arguments` set later, as deep in the script; `model.config.use_cache = …`; that no trainer has metrics, or
+        an eval_dataset; that inputs get gradients; and that an adapter may be there, if peft is named.
         """
         trainers = [call for call in self.calls if called(call).endswith("Trainer")]
-        words = {keyword.arg for call in trainers for keyword in call.keywords}
-        if trainers and {*map(called, trainers)} <= PLAIN_TRAINERS - self.own and not {"compute_metrics", None} & words:
-            yield Entry(("compute_metrics",), False, trainers[0].lineno)
+        text = " ".join(map(ast.unparse, trainers))
+        if trainers and {*map(called, trainers)} <= PLAIN_TRAINERS - self.own and "*" not in text:
+            words = ("compute_metrics", "eval_dataset")[: 1 if any(call.args[4:] for call in trainers) else 2]
+            yield from (Entry(("Trainer", word), "not given", trainers[0].lineno) for word in words if f"{word}=" not in text)
         made = {(ast.unparse(target), each.col_offset) for each, target in self.assignments if each.value is arguments}
         for each, target in self.assignments:
             if isinstance(target, ast.Attribute) and (ast.unparse(target.value), each.col_offset) in made:

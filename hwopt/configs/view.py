@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from hwopt.configs.python_file import PARTS
 from hwopt.configs.source_file import Entry, SourceFile
-from hwopt.configs.words import ARGUMENTS, SCHEDULE_OPTIONS, NotReadable, number, typed
+from hwopt.configs.words import ARGUMENTS, SCHEDULE_OPTIONS, NotReadable, names, number, typed
 
 Tool = Literal["transformers", "axolotl", "llama-factory", "accelerate", "deepspeed", "hwopt-profile", "hwopt-job"]
 TOOL_NAMES: Mapping[Tool, str] = {
@@ -70,7 +70,7 @@ TRL_KEYS = {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eo
 TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
 """Keys of the files that TRL's command line reads, which trains all weights unless `use_peft` is true."""
 
-PREFERENCES = {"beta", "pref_beta", "pref_loss", "dpo_alpha", "loss_type", "num_generations", "max_prompt_length"}
+PREFERENCES = names("beta pref_beta pref_loss dpo_alpha loss_type num_generations max_prompt_length desirable_weight")
 """Keys of trainings with preferences or rewards."""
 REWARDS = ("rl", "reward_model", "process_reward_model")
 SFT_LOSSES = ("nll", "dft", "chunked_nll")

@@ -26,7 +26,7 @@ USUAL_RATE, USUAL_ROWS, ADAPTER_FACTOR, FAR = 3e-5, 32, 10.0, 8.0
 
 LARGE = 13
 """Billions of parameters whose weights, gradients and Adam states, 16 bytes each, no card holds."""
-SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b", re.IGNORECASE)
+SMALL = re.compile(r"-(\d{2,3}m|0?\.\d+b)\b|t5\b", re.IGNORECASE)
 """Names of language models below 1 B parameters: SmolLM-360M is fine-tuned with 1e-3."""
 FROM_SCRATCH = {"config_name", "config_overrides", "model_type"}
 """Keys of files that train a model without weights, unless they name a model too."""

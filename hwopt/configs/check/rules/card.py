@@ -70,13 +70,12 @@ def compute_type(view: View, facts: Facts) -> Iterator[Finding]:
 @rule("flash-fp32", "error", words=("attn_implementation",), source="transformers, Flash Attention", tools=TRAINERS)
 def flash_fp32(view: View, facts: Facts) -> Iterator[Finding]:
     """Flash attention on weights in fp32 without mixed precision."""
-    if view.value("attn_implementation") not in FLASH:
-        return
-    if any(view.value(word) not in (False, "no") and not view.lacks(word) for word in view.HALF):
-        return
+    half = any(view.value(word) not in (False, "no") and not view.lacks(word) for word in view.HALF)
+    trl = view.tool == "transformers" and view.lacks("bf16") and (view.value("task") == "causal-lm" or view.preferences)
     name, dtype = view.value("attn_implementation"), str(view.value("torch_dtype")).removeprefix("torch.")
     weights = dtype in ("float32", "fp32", "float")
-    if weights or (view.tool == "transformers" and view.lacks("torch_dtype")):
+    unknown = view.tool == "transformers" and view.lacks("torch_dtype")
+    if name in FLASH and not (half or trl) and (weights or unknown):  # TRL trains in bf16 by default
         what = f"{name} on weights in {'fp32' if weights else 'no given type'}, without half precision."
         why = "Flash attention takes tensors in half precision only: with weights in fp32 the first step stops."
         yield Finding("attn_implementation", what, why, view.line("bf16", True), None if weights else "warning")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hwopt.configs.check import TRAINERS, Facts, Finding, rule
 from hwopt.configs.check.rules.card import is_small
-from hwopt.configs.check.rules.combinations import REENTRANT
+from hwopt.configs.check.rules.combinations import REENTRANT, written
 from hwopt.configs.launchers import DEEPSPEED, NOTHING
 from hwopt.configs.recognise import read_source
 from hwopt.configs.view import View
@@ -28,7 +28,7 @@ def quantized_training(view: View, facts: Facts) -> Iterator[Finding]:
     keys = [key for key, value in view.source.values.items() if value not in NOTHING]
     named = any(part in key for key in keys for part in ADAPTER_NAMES) or view.tool != "transformers"
     if word and view.lacks("use_peft") and (view.adapter is False or not (view.adapter or named)):
-        what = f"{view.spelled(word)} is true, and the file has no adapter."
+        what = f"{written(view, {word: True})}, and the file has no adapter."
         why = "transformers stops: quantized weights get no gradients, so that there is nothing to train."
         fix = view.line("use_peft", True) if view.tool == "transformers" else f"remove {view.spelled(word)}, or train LoRA"
         if view.source.language == "Python":

@@ -18,7 +18,8 @@ FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
 
 PAIRS: Mapping[Tools, str] = {
     TRAINERS: "fp16_full_eval bf16_full_eval, fsdp deepspeed, load_in_8bit load_in_4bit",
-    HF: "auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora",
+    HF: """auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora,
+        sync_ref_model use_peft, sync_ref_model precompute_ref_log_probs""",
     ("axolotl",): """save_steps saves_per_epoch, eval_steps evals_per_epoch, warmup_ratio warmup_steps, sample_packing rl,
         val_set_size validation_file, val_set_size streaming, val_set_size pretraining_dataset, max_memory gpu_memory_limit,
         batch_size gradient_accumulation_steps, cut_cross_entropy liger_fused_linear_cross_entropy, lora_mlp_kernel load_in_8bit,
@@ -64,8 +65,10 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
-        ({"metric_for_best_model": lambda name: not str(name or "loss").endswith(MEASURED), "compute_metrics": False,
-          "eval_strategy": EVALUATES}, "give the trainer a function compute_metrics that returns it"),
+        ({"metric_for_best_model": lambda name: not str(name or "loss").endswith(MEASURED), "eval_strategy": EVALUATES,
+          "Trainer.compute_metrics": "not given"}, "give the trainer a function compute_metrics that returns it"),
+        ({"Trainer.eval_dataset": "not given", "eval_strategy": EVALUATES}, "give the Trainer an eval_dataset"),
+        ({"lora_target_modules": lambda names: "lm_head" in str(names), "task": "causal-lm"}, 'modules_to_save=["lm_head"]'),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
         *(({"from_pretrained.device_map": OVER_CARDS, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
     ),
