@@ -161,8 +161,12 @@ def joined_packs(packs: list[Pack]) -> tuple[Any, Mapping[int, Any] | None]:
     values = [value for pack in packs for value in pack_values(*pack)]
     try:
         array = pa.array(values)
-        if pa.types.is_floating(array.type) and bool in map(type, values):
-            raise pa.ArrowInvalid("pyarrow reads true beside 0.5 as 1.0")
+        if pa.types.is_floating(array.type):
+            if bool in map(type, values):
+                raise pa.ArrowInvalid("pyarrow reads true beside 0.5 as 1.0")
+            if all(value.is_integer() for value in values if type(value) is float and value == value):
+                floats = {value for value in values if type(value) is float}  # 2 is the label "2", beside 2.0 that of 2.0
+                return array, {row: value for row, value in enumerate(values) if type(value) is int and value not in floats}
         if not holds_objects(array.type):
             return array, None
     except (pa.ArrowException, OverflowError, UnicodeError):
