@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SAVED_KEYS = ("architectures", "transformers_version")
 """Keys that transformers writes into every config.json, and that a hand-written config does not need."""
 MISSPELLED = 0.85  # lowest similarity (difflib's ratio) of a misspelled key to the right one
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PARTS = (("num_key_value_heads", "num_attention_heads"), *(("num_experts_per_tok", name) for name in EXPERTS))
+"""Pairs of keys of which the first is at most the second; heads share evenly."""
 EVERY_CONFIG = frozenset({"model_type", "_name_or_path", "per_layer_config"})
 """Keys that every config class reads and does not declare."""
 
@@ -50,6 +53,11 @@ def load_config(name: str | None, config: dict[str, Any] | None, revision: str |
             made = AutoConfig.for_model(model_type, **copy.deepcopy(options))  # transformers changes the tables in it
         except Exception as error:  # every architecture checks its own keys in its own way
             raise InputError(f"model.config: {model_type} rejects this config: {type(error).__name__}: {error}") from error
+        for part, whole in PARTS:
+            few, many = (getattr(made.get_text_config(), key, None) for key in (part, whole))
+            if type(few) is type(many) is int and (few > many or ("heads" in part and many % max(few, 1))):
+                must = "divide" if "heads" in part else "be at most"
+                raise InputError(f"model.config.{part}: is {few}, and must {must} {whole}, which is {many}")
         unread = list(unread_keys(made, options))
         for key in unread:  # without `quantization_config` and `auto_map`, which describe the files of trained weights
             options.pop(key, None)

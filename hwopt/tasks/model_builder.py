@@ -90,6 +90,11 @@ class ModelBuilder:
     def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
         import transformers
 
+        if getattr(config, "is_encoder_decoder", False) and not self.facts.encoder_decoder:
+            raise InputError(
+                f"model.config: {self.facts.kind} trains an encoder-decoder ({config.model_type}) only from trained weights (model.name), "
+                "whose config names the tokens between which it reads. Choose an encoder"
+            )
         self.fit_config(config, job, prepared)
         auto_class = getattr(transformers, self.facts.auto_class)
         try:

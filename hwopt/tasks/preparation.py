@@ -138,7 +138,7 @@ def make_prepared(stores: Mapping[str, Store], trained: Trained, **fields: Any) 
         if merged := meta.get("merged"):
             prepared.notes.append(
                 f"in {merged:,} {of} samples{which} the last tokens of the prompt merge with the completion and are trained. "
-                "End the prompts, or begin the completions, with a blank or another boundary of tokens"
+                "A blank between them belongs to the completion, not to the end of the prompt; a line break may end the prompt"
             )
         if cut := meta.get("cut_targets"):
             most = meta["max_target_length"]

@@ -11,10 +11,15 @@ from hwopt.model.config import load_config, refuse_kernels
     ("keys", "message"),
     [
         ({"hidden_size": 32}, r"model\.config\.model_type: missing"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 8},
+            "is 8, and must divide num_attention_heads",
+        ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok: is 9, and must be at most num_"),
         ({"model_type": "bret"}, r"model_type: 'bret' is not an architecture .* Did you mean 'bert'\?"),
     ],
 )
-def test_config_of_the_job_rejects_unknown_names(keys: dict[str, object], message: str) -> None:
+def test_config_of_the_job_rejects_unknown_names_and_sizes_that_do_not_fit(keys: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_config(None, keys)
 

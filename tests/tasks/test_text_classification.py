@@ -289,6 +289,13 @@ def test_new_model_is_random_and_reproducible(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_encoder_decoder_with_random_weights_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    job, task, prepared = prepare(tmp_path, config=config)
+    with pytest.raises(InputError, match=r"text-classification trains an encoder-decoder \(t5\) only from trained weights"):
+        load(job, task, prepared)
+
+
 def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> None:
     """With another number of labels only the head is new. The saved model loads without hwopt."""
     job, task, prepared = prepare(tmp_path)
