@@ -10,7 +10,7 @@ import rich_click as click
 
 from hwopt.cli.options import begin, format_option, profile_option, read_files, say, say_result, source_options
 from hwopt.report.status_line import status_line
-from hwopt.system.paths import refuse_output, write_text
+from hwopt.system.paths import OR_FORCE, refuse_output, write_text
 
 
 @click.command(
@@ -33,6 +33,7 @@ from hwopt.system.paths import refuse_output, write_text
     "--time-limit", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds after which one is killed."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page.")
+@click.option("--force", is_flag=True, help="Overwrite the file of -o.")
 @format_option
 def bench(
     profile: str,
@@ -42,11 +43,12 @@ def bench(
     steps: int | None,
     time_limit: float,
     output: Path | None,
+    force: bool,
     format_: str,
     **asked: Any,
 ) -> int:
     if output is not None:
-        refuse_output(output, "-o", reads=read_files(asked["job"], profile, against))
+        refuse_output(output, "-o", "" if force else OR_FORCE, read_files(asked["job"], profile, against))
     inputs = begin([profile], **asked)
     from hwopt.report.bench import bench_page, show_bench
     from hwopt.runs.journal import command_line

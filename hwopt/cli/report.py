@@ -23,11 +23,12 @@ from hwopt.text import counted
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write; default: report.html in the folder of the only run, or in this folder.",
 )
+@click.option("--force", is_flag=True, help="Overwrite the file of -o.")
 @click.option("--watch", "follow", is_flag=True, help="Follow the run in this terminal instead of writing a file.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two updates of --watch."
 )
-def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: float) -> int:
+def report(runs: tuple[Path, ...], output: Path | None, force: bool, follow: bool, interval: float) -> int:
     if follow:
         if len(runs) > 1 or output is not None:
             raise InputError("--watch follows one run and writes no file: hwopt report --watch RUN")
@@ -35,8 +36,10 @@ def report(runs: tuple[Path, ...], output: Path | None, follow: bool, interval: 
     from hwopt.records.run_files import REPORT
     from hwopt.report.page import page_of
     from hwopt.runs.record import read_records
-    from hwopt.system.paths import write_text
+    from hwopt.system.paths import OR_FORCE, refuse_output, write_text
 
+    if output is not None:
+        refuse_output(output, "-o", "" if force else OR_FORCE)
     records = read_records(list(dict.fromkeys(runs)))
     path = output or (records[0].folder / REPORT if len(records) == 1 else Path(REPORT))
     write_text(path, page_of(records))

@@ -174,9 +174,8 @@ class CausalLM(Task):
             columns = parts["train"].columns
             if len(columns) == 2 and (joined := joined_without_blank(*columns)):
                 prepared.warnings.append(
-                    f"nothing separates the prompts from their completions: {joined!r}. End the prompts with a line break, or begin "
-                    "the completions with a blank, or give questions and answers as messages, for which the chat template "
-                    "separates them"
+                    f"nothing separates the prompts from their completions: {joined!r}. End the prompts with a line break, begin "
+                    "the completions with a blank, or give both as messages, for which the chat template separates them"
                 )
             return note
         prepared.warnings.extend(unwritten_parts(parts, prepared))

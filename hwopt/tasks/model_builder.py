@@ -92,8 +92,8 @@ class ModelBuilder:
 
         if getattr(config, "is_encoder_decoder", False) and not self.facts.encoder_decoder:
             raise InputError(
-                f"model.config: {self.facts.kind} trains an encoder-decoder ({config.model_type}) only from trained weights (model.name), "
-                "whose config names the tokens between which it reads. Choose an encoder"
+                f"model.config: {self.facts.kind} trains an encoder-decoder ({config.model_type}) from trained weights only, "
+                "whose config names the tokens between which it reads. Give model.name, or choose an encoder"
             )
         self.fit_config(config, job, prepared)
         auto_class = getattr(transformers, self.facts.auto_class)

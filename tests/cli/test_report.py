@@ -38,6 +38,9 @@ def test_report_of_several_runs_is_in_this_folder_or_where_it_is_asked_for(runs:
     assert "2 runs: a, b" in (runs / "report.html").read_text()
     assert hwopt("report", "a", "b", "-o", "both.html", cwd=runs).returncode == 0
     assert (runs / "both.html").read_bytes() == (runs / "report.html").read_bytes()
+    again = hwopt("report", "a", "b", "-o", "both.html", cwd=runs)
+    assert (again.returncode, "both.html: exists; give another name, or --force" in again.stderr) == (2, True)
+    assert hwopt("report", "a", "b", "-o", "both.html", "--force", cwd=runs).returncode == 0
     assert hwopt("report", "a", "-o", "missing/one.html", cwd=runs).returncode == 6
 
 

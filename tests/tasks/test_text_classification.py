@@ -292,7 +292,7 @@ def test_new_model_is_random_and_reproducible(tmp_path: Path) -> None:
 def test_encoder_decoder_with_random_weights_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     job, task, prepared = prepare(tmp_path, config=config)
-    with pytest.raises(InputError, match=r"text-classification trains an encoder-decoder \(t5\) only from trained weights"):
+    with pytest.raises(InputError, match=r"text-classification trains an encoder-decoder \(t5\) from trained weights only"):
         load(job, task, prepared)
 
 
