@@ -148,11 +148,15 @@ def repeats(table: pa.Table, name: str) -> bool:
 
 
 def holds_written_lists(table: pa.Table, name: str, named: bool) -> bool:
-    """Whether all texts of a column are lists in JSON or Python: "['a', 'b']". Unless it is `named` for labels, items repeat."""
+    """Whether all texts of a column are lists in JSON or Python: "['a', 'b']". Unless it is `named` for labels, items repeat.
+
+    In one with a name of SETS, labels alone may be beside lists.
+    """
     cells = [value for value in table[name].slice(0, EXAMINED).to_pylist() if value] if holds_text(type_of(table, name)) else []
-    lists = [parts_of(cell, ",") if re.fullmatch(r"\s*\[[^][]*\]\s*", cell) else None for cell in cells]
+    lists = [parts_of(cell, ",") for cell in cells if re.fullmatch(r"\s*\[[^][]*\]\s*", cell)]
     objects = any(found is None or any(isinstance(item, dict) for item in found) for found in lists)
-    return bool(lists) and not objects and (named or repeats(table, name))
+    only = len(lists) == len(cells) or (bool(lists) and name.lower() in SETS)
+    return bool(cells) and only and not objects and (named or repeats(table, name))
 
 
 def delimited_column(table: pa.Table, names: Sequence[str]) -> tuple[str, str] | None:

@@ -67,12 +67,18 @@ class Regression(LabelledTexts):
         return list(zip(*(read_numbers(rows, name, job.data.decimal) for name in job.data.label), strict=True))
 
     def name_labels(self, samples: Samples, rows: Rows, job: Job, config: PretrainedConfig) -> Named:
+        import numpy as np
+
         notes = []
         for name, values in zip(job.data.label, zip(*samples.labels, strict=True), strict=True):
             mean = math.fsum(values) / len(values)
             deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+            step = float(np.spacing(np.float32(max(map(abs, values)))))
             if deviation == 0:
-                raise DataError(f"{rows.source}: every {name!r} is {mean:g}; regression needs different values")
+                held = " in float32" if step >= 1 else ""
+                raise DataError(f"{rows.source}: every {name!r} is {mean:g}{held}; regression needs different values")
+            if deviation < 100 * step:
+                notes.append(f"{name!r} is trained in steps of {step:,.4g}, to which float32 rounds it: subtract {mean:.4g}")
             if max(abs(mean), deviation) > LARGE:
                 notes.append(
                     f"{name!r} has mean {mean:,.4g} and standard deviation {deviation:,.4g}: "

@@ -33,6 +33,12 @@ def test_several_targets_are_columns(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("first", [2**60, 1e9])
+def test_targets_that_float32_rounds_are_named(first: float, tmp_path: Path) -> None:
+    notes = prepare(tmp_path, [{"text": "a", "score": int(first) + 1_000 * number} for number in range(8)]).notes
+    assert any("'score' is trained in steps of" in note and "to which float32 rounds it" in note for note in notes)
+
+
 def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
     values = (None, float("inf"), "1.5", 1e39, -1e300)
     rows = [*ROWS * 10, *({"text": "a", "score": value} for value in values)]
@@ -52,6 +58,7 @@ def test_rows_without_a_number_are_bad(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"text": "a", "score": 1.5}] * 8, "every 'score' is 1.5; regression needs different values"),
+        ([{"text": "a", "score": 2**60 + number} for number in range(8)], "is 1.15292e\\+18 in float32; regression needs"),
         ([{"text": "a", "score": "good"}] * 8, "none of its 8 rows can be used.*'score' is not a number: 'good'"),
     ],
 )

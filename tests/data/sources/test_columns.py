@@ -119,6 +119,7 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         rows_of(text="a text {n}", labels="['a', '{class}']"),
         TEXT_AND_LABEL | {"label": "labels"},
     ),
+    ("multi-label-classification", rows_of(text="t {n}", labels=[["a", "b"], "a"]), TEXT_AND_LABEL | {"label": "labels"}),
     ("multi-label-classification", rows_of(text="a text {n}", terms="['cs.CV', '{class}']"), TEXT_AND_LABEL | {"label": "terms"}),
 ]
 
