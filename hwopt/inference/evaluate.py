@@ -10,7 +10,7 @@ from typing import Any
 from hwopt.data.batches.collate import StepDataset, cut_in_order
 from hwopt.data.batches.samplers import EvalSampler
 from hwopt.data.batches.step_batch import Widths
-from hwopt.data.sources.reading import read_all, read_options
+from hwopt.data.sources.reading import read_options
 from hwopt.inference.settings import InferenceOptions
 from hwopt.inference.trained_model import find_run_model, load_trained_model
 from hwopt.tasks.prepared import Prepared
@@ -46,7 +46,7 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
     """
     found = find_run_model(run, options.assignments)
     data = found.job.data
-    rows = read_all(source, None, replace(read_options(data), max_rows=None, streaming=False))
+    rows = found.rows(source, replace(read_options(data), max_rows=None, streaming=False))
     loaded = load_trained_model(found, cache)
     task = loaded.task
     store = task.evaluation_store(loaded.trained, rows, cache)
@@ -66,7 +66,5 @@ def evaluate(run: Path, source: str, cache: Path, options: InferenceOptions) -> 
         batch = dataset[step].to(loaded.device)
         with loaded.inference():
             add_batch(forward, batch, backoff, f"in a batch of {counted(len(step.samples), 'row')}")
-    skipped = len(rows.bad_rows.reasons)
-    return EvaluationReport(
-        found.folder, source, len(store), metrics.compute(), metrics.details(), skipped, (*loaded.notes, *prepared.warnings)
-    )
+    skipped, notes = len(rows.bad_rows.reasons), (*loaded.notes, *rows.notes, *prepared.warnings)
+    return EvaluationReport(found.folder, source, len(store), metrics.compute(), metrics.details(), skipped, notes)

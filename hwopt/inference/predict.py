@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 
-from hwopt.config.job import Job
 from hwopt.data.batches.samplers import eval_batches
 from hwopt.data.batches.step_batch import Widths
 from hwopt.data.sources.location import expand, path_of
-from hwopt.data.sources.reading import read_all, read_options
+from hwopt.data.sources.reading import read_options
 from hwopt.data.sources.rows import Rows
 from hwopt.distributed.oom_backoff import OomBackoff
 from hwopt.errors import DataError, InputError
 from hwopt.inference.output import free_names, refuse_table_output, replacing
 from hwopt.inference.settings import InferenceOptions
-from hwopt.inference.trained_model import TrainedModel, find_run_model, load_trained_model
+from hwopt.inference.trained_model import RunModel, TrainedModel, find_run_model, load_trained_model
 from hwopt.plugin import BatchSizes
 from hwopt.tasks.generators import Generation
 from hwopt.tasks.predictors import ModelInput, TextPredictor
@@ -65,7 +64,7 @@ def predict(run: Path, source: str, output: Path, cache: Path, options: Inferenc
             f"--max-new-tokens and the other options of generation: {run} is a run of task.kind = {found.job.task.kind!r}, "
             "which generates no text. Omit these options"
         )
-    rows = read_source(source, found.job)
+    rows = read_source(source, found)
     inputs = make_task(found.job).read_inputs(rows, found.job)
     return write_predictions(load_trained_model(found, cache), rows, inputs, output, options)
 
@@ -97,12 +96,18 @@ def write_predictions(
         if not predicted:
             raise DataError(f"{rows.source}: no row can be used. {rows.bad_rows.summary()}. Check that this is the right file")
     renamed = [f"{new!r} instead of {name!r}" for name, new in names.items() if new != name]
-    notes = [f"new columns: {listing(renamed)}, which the input has already"] if renamed else []
+    notes = [*rows.notes, *([f"new columns: {listing(renamed)}, which the input has already"] if renamed else [])]
     inside = [repr(field.name) for field in rows.table.schema if re.search(r"binary(?!:)", str(field.type))]
     if inside and output.suffix.lower() != ".parquet":
         notes.append(f"{output} lacks the bytes in {listing(inside)}, which only a parquet file can hold")
     return PredictionReport(
-        output, count, predicted, tuple(names.values()), reasons_of(rows, True), reasons_of(rows, False), (*loaded.notes, *notes)
+        output,
+        count,
+        predicted,
+        tuple(names.values()),
+        reasons_of(rows, True),
+        reasons_of(rows, False),
+        (*loaded.notes, *notes),
     )
 
 
@@ -113,10 +118,10 @@ def reasons_of(rows: Rows, in_table: bool) -> dict[str, str]:
     return {rows.bad_rows.place(number): why for number, why in bad if (number in read) == in_table}
 
 
-def read_source(source: str, job: Job) -> Rows:
+def read_source(source: str, found: RunModel) -> Rows:
     """The rows of `source`, read as the job reads its data; no number of bad rows is an error."""
-    options = replace(read_options(job.data), strict=False, max_bad_rows=1.0, max_rows=None, streaming=False)
-    rows = read_all(source, None, options)
+    options = replace(read_options(found.job.data), strict=False, max_bad_rows=1.0, max_rows=None, streaming=False)
+    rows = found.rows(source, options)
     names = rows.table.column_names
     if names.count("") > 1:  # empty columns of a spreadsheet: in the output they are told apart by their places
         names = [name or f"column {number}" for number, name in enumerate(names, 1)]

@@ -15,6 +15,10 @@ import torch
 from hwopt.config.job import Job, load_job
 from hwopt.config.task_kinds import task_facts
 from hwopt.config.toml import parse_assignment
+from hwopt.data.sources.image_folder import split_folders
+from hwopt.data.sources.location import DATASETS_FILES, locate
+from hwopt.data.sources.reading import leaves, read_all
+from hwopt.data.sources.rows import ReadOptions, Rows
 from hwopt.errors import DoesNotFitError, InputError
 from hwopt.hardware.detect import detect
 from hwopt.hardware.device import Hardware
@@ -45,6 +49,18 @@ class RunModel:
     folder: Path  # the folder of the model, usually `final/`
     job: Job
     settings: InferenceSettings
+    split: str | None = None  # that --set data.split names; the one of the job is of its training data
+
+    def rows(self, source: str, options: ReadOptions) -> Rows:
+        """The rows of `source`. Without `split` those of "train" if it has splits, as a note says then."""
+        rows, splits = read_all(source, self.split, options), False
+        for leaf in leaves(source) if self.split is None else ():
+            kind, path = locate(leaf.path, None, options.format)
+            splits |= (
+                kind == "dataset" or (path / DATASETS_FILES[0]).is_file() or (kind == "images" and "train" in split_folders(path))
+            )
+        note = f"{source}: its split 'train' is read; --set data.split=NAME reads another one"
+        return replace(rows, notes=(*rows.notes, note)) if splits else rows
 
     @property
     def is_adapter(self) -> bool:
@@ -76,8 +92,9 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
 
     Raises InputError if the run is not finished, or is not a run.
     """
-    for assignment in assignments:
-        if (key := parse_assignment(assignment)[0])[0] != "data":
+    given = dict(map(parse_assignment, assignments))
+    for key in given:
+        if key[0] != "data":
             raise InputError(f"--set {'.'.join(key)}: the model is trained; only keys of [data] can be set")
     kind = path_kind(path, "RUN")
     if kind != "folder":
@@ -98,7 +115,7 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
         saved = list_checkpoints(run)
         where = f", or give its newest checkpoint: {saved[0]}" if saved else ""
         raise InputError(f"{run}: the run is not finished: it has no final/. Finish it with `hwopt run --resume`{where}")
-    found = RunModel(folder, load_job(run / JOB, assignments).job, read_settings(run))
+    found = RunModel(folder, load_job(run / JOB, assignments).job, read_settings(run), given.get(("data", "split")))
     if not (folder / "config.json").is_file() and not found.is_adapter:
         raise InputError(
             f"{folder}: has no config.json, so the model cannot be built from it. Its class has no save_pretrained(): "

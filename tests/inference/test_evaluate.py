@@ -39,6 +39,21 @@ def test_metrics_are_those_of_the_run(kind: str, request: pytest.FixtureRequest)
     assert again.metrics == pytest.approx(report.metrics, rel=5e-3)
 
 
+def test_split_is_the_one_that_is_asked_for_and_named_by_default(classifier: Path, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [json.loads(line) for line in (classifier.parent / "data/eval.jsonl").read_text().splitlines()]
+    parts = {"train": rows, "test": rows[:5]}
+    saved = str(tmp_path / "saved")
+    datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()}).save_to_disk(saved)
+    whole, test = (api.evaluate(classifier, saved, assignments=given) for given in ([], ["data.split=test"]))
+    assert (whole.samples, test.samples) == (12, 5)
+    assert ["its split 'train' is read" in note for note in whole.notes] == [True]
+    assert not test.notes
+    report = api.predict(classifier, saved, tmp_path / "out.csv", assignments=["data.split=test"])
+    assert (report.rows, report.notes) == (5, ())
+
+
 def test_json_and_table(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(classifier.parent / "data/eval.jsonl")
     assert run_command(["evaluate", str(classifier), source, "--format", "json"]) == 0
