@@ -244,9 +244,11 @@ def mean_length(table: pa.Table, name: str) -> float:
 def files_beside(source: str) -> dict[str, str]:
     """Files for evaluation and test beside a file with "train" in its name: dev.csv beside train.csv.
 
-    In a folder of images, the folders of the splits beside that of training, as eval_split and test_split.
+    In a folder of images or of a saved DatasetDict, the splits beside that of training, as eval_split and test_split.
     """
     path = Path(source)
+    if (path / "dataset_dict.json").is_file():
+        return {f"{key}_split": word for key, words in HELD_OUT.items() for word in words if (path / word).is_dir()}
     if path.is_dir() and "train" in (splits := split_folders(path)):
         return {f"{part}_split": folder.name for part, folder in splits.items() if part != "train"}
     if "train" not in path.stem or not path.is_file():

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -281,6 +282,9 @@ def test_files_beside_the_training_data_are_found(tmp_path: Path) -> None:
     found = recognise(str(tmp_path / "my-train.jsonl"))
     assert found.held_out == {"eval": str(tmp_path / "my-dev.jsonl"), "test": str(tmp_path / "my-test.jsonl")}
     assert recognise(str(tmp_path / "my-dev.jsonl")).held_out == {}
+    parts = datasets.DatasetDict(dict.fromkeys(("train", "validation"), datasets.Dataset.from_list(rows_of(text="text {n}"))))
+    parts.save_to_disk(str(tmp_path / "saved"))
+    assert recognise(str(tmp_path / "saved")).held_out == {"eval_split": "validation"}
 
 
 def test_column_of_identifiers_is_not_proposed_if_another_one_looks_like_a_label() -> None:
