@@ -177,7 +177,8 @@ def in_use_on_this_host(folder: Path) -> bool:
     if owner.get("host") != platform.node() or owner.get("folder") != os.path.realpath(folder):  # a copied folder
         return False
     with suppress(psutil.Error):
-        return bool(psutil.Process(int(owner["pid"])).create_time() == owner["began"])
+        process = psutil.Process(int(owner["pid"]))  # in a container a killed one may stay as a zombie, which holds nothing
+        return bool(process.create_time() == owner["began"]) and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 

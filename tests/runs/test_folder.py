@@ -1,9 +1,13 @@
 """Run folders: their names, their lock, and the folder in which a run resumes."""
 
+import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hwopt.errors import FolderInUseError, InputError
@@ -47,6 +51,19 @@ def test_lock_keeps_another_trainer_out_and_leaves_no_trace(tmp_path: Path) -> N
         shutil.copytree(tmp_path / "other", tmp_path / "copy")
         assert not in_use_on_this_host(tmp_path / "copy")
     assert not (tmp_path / "other").exists(), "the run wrote nothing"
+
+
+def test_folder_of_a_killed_run_that_no_process_waits_for_is_free(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path / "run") as folder:
+        owner = json.loads((folder / OWNER).read_text())
+        process = psutil.Popen(["sleep", "60"])
+        (folder / OWNER).write_text(json.dumps(owner | {"pid": process.pid, "began": process.create_time()}))
+        assert in_use_on_this_host(folder)
+        os.kill(process.pid, signal.SIGKILL)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert not in_use_on_this_host(folder)
+        process.wait()
 
 
 def test_new_run_does_not_overwrite_an_old_one(tmp_path: Path) -> None:
