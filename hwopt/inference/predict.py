@@ -101,13 +101,7 @@ def write_predictions(
     if inside and output.suffix.lower() != ".parquet":
         notes.append(f"{output} lacks the bytes in {listing(inside)}, which only a parquet file can hold")
     return PredictionReport(
-        output,
-        count,
-        predicted,
-        tuple(names.values()),
-        reasons_of(rows, True),
-        reasons_of(rows, False),
-        (*loaded.notes, *notes),
+        output, count, predicted, tuple(names.values()), reasons_of(rows, True), reasons_of(rows, False), (*loaded.notes, *notes)
     )
 
 

@@ -93,9 +93,8 @@ def find_run_model(path: Path, assignments: Sequence[str] = ()) -> RunModel:
     Raises InputError if the run is not finished, or is not a run.
     """
     given = dict(map(parse_assignment, assignments))
-    for key in given:
-        if key[0] != "data":
-            raise InputError(f"--set {'.'.join(key)}: the model is trained; only keys of [data] can be set")
+    if other := next((key for key in given if key[0] != "data"), None):
+        raise InputError(f"--set {'.'.join(other)}: the model is trained; only keys of [data] can be set")
     kind = path_kind(path, "RUN")
     if kind != "folder":
         what, in_runs = "no such folder" if kind == "missing" else "is a file", Path("runs") / path.name
