@@ -109,7 +109,8 @@ def test_later_micro_batches_cast_gradients_at_the_end_of_the_backward_pass() ->
     """
     events = [2, 3, 4, 5, 6, 7, -6, 8, 9, -8, -9, -5, 10, -10, -7, -4, -3, -2]
     kinds = np.array([KINDS.index(kind) for kind in ("weights", "gradients", "gradients", *["activations"] * 7)])
-    step = replace(timeline([100, 30, 30, 15, 200, 15, 30, 15, 30, 30], events, before=1), kinds=kinds, phases=np.array([5, 17, 3]))
+    step = timeline([100, 30, 30, 15, 200, 15, 30, 15, 30, 30], events, before=1)
+    step = replace(step, kinds=kinds, phases=np.array([5, 17, 3]))
     operands = [(5, 6), (7, 8), (2, 8), (6, 9), (1, 6)]  # cast, cast, add, add, add
     step = replace(step, operands=np.array(operands).ravel(), ends=np.arange(2, 11, 2), update=5)
     assert late_casts(step, {1, 2}, {6, 8}, {3}) == [7, -6, -7, -10, 9, -8, -9]
