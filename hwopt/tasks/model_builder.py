@@ -90,7 +90,7 @@ class ModelBuilder:
     def _random_model(self, job: Job, config: PretrainedConfig, prepared: Prepared, model_kwargs: dict[str, Any]) -> Any:
         import transformers
 
-        if getattr(config, "is_encoder_decoder", False) and not self.facts.encoder_decoder:
+        if getattr(config, "is_encoder_decoder", False) and self.facts.target == "sample":
             raise InputError(
                 f"model.config: {self.facts.kind} trains an encoder-decoder ({config.model_type}) from trained weights only, "
                 "whose config names the tokens between which it reads. Give model.name, or choose an encoder"

@@ -294,6 +294,8 @@ def test_encoder_decoder_with_random_weights_is_refused(tmp_path: Path) -> None:
     job, task, prepared = prepare(tmp_path, config=config)
     with pytest.raises(InputError, match=r"text-classification trains an encoder-decoder \(t5\) from trained weights only"):
         load(job, task, prepared)
+    of_tokens = job.model_copy(update={"task": job.task.model_copy(update={"kind": "token-classification"})})
+    assert load(of_tokens, make_task(of_tokens), prepared).config.num_labels == 2, "that class has the encoder alone"
 
 
 def test_trained_model_keeps_its_weights_and_gets_a_new_head(tmp_path: Path) -> None:
