@@ -44,14 +44,15 @@ OPTIMIZERS: dict[str, tuple[str, str, float]] = {
     "adamw_torch": ("torch.optim", "AdamW", 8.0),
     "adamw_torch_fused": ("torch.optim", "AdamW", 8.0),
     "adamw_bnb_8bit": ("bitsandbytes.optim", "AdamW8bit", 2 + 2 * 4 / 256),
-    "paged_adamw_8bit": ("bitsandbytes.optim", "PagedAdamW8bit", 0.0),
+    "paged_adamw_8bit": ("bitsandbytes.optim", "PagedAdamW8bit", 2 * 4 / 256),
     "paged_adamw_32bit": ("bitsandbytes.optim", "PagedAdamW32bit", 0.0),
     "adamw_torch_8bit": ("torchao.optim", "AdamW8bit", 2 + 2 * 4 / 256),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit", 1 + 2 * 4 / 128),
 }
 """Name -> (module, class, bytes of the two states per parameter).
 
-Quantized states have a 32-bit scale for each block. The driver moves paged states to the host if the device runs out of memory.
+Quantized states have a 32-bit scale for each block, which is never paged. The driver moves paged states to the host if the device
+runs out of memory.
 """
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused")
 """Optimizers whose states have the shapes of the parameters and are updated element by element."""
@@ -233,9 +234,7 @@ class Optimizer(hw.Plugin):
         stepped_bytes = spec.master_bytes or spec.gradient_bytes  # torch's states have the dtype of the stepped tensors
         spec.state_bytes = 2 * stepped_bytes if name in ELEMENTWISE else OPTIMIZERS[name][2]
         if name.startswith("paged") or name in TORCHAO_BITS:  # fake tensors cannot run their kernels
-            spec.stand_ins["optimizer"] = partial(
-                reserving_optimizer, OPTIMIZERS[name][2], TORCHAO_BITS.get(name), context.hardware.device_type == "cuda"
-            )
+            spec.stand_ins["optimizer"] = partial(reserving_optimizer, name, context.hardware.device_type == "cuda")
 
     @classmethod
     def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:

@@ -11,6 +11,8 @@ from hwopt import plugin as hw
 
 LEAST_QUANTIZED, LEAST_PAGED = 4096, 100_000
 """Elements of the smallest tensor whose states bitsandbytes and torchao quantize, and bitsandbytes pages."""
+BITSANDBYTES_BLOCK = 256
+"""Elements of an 8-bit state that share a scale."""
 TORCHAO_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
 TORCHAO_BLOCKS = {8: 256, 4: 128}
 """Bits of a state -> elements that share a scale, by default."""
@@ -85,20 +87,18 @@ def quantizable(moments: Sequence[Any], optimizer: Any) -> bool:
     return bool(elements >= LEAST_QUANTIZED and elements % getattr(optimizer, "block_size", 1) == 0)
 
 
-def reserving_optimizer(state_bytes: float, torchao_bits: int | None, on_card: bool, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer that allocates `state_bytes` per parameter, or what torchao's AdamW of `torchao_bits` allocates.
-
-    `on_card`: on a CUDA device instead of a CPU.
-    """
+def reserving_optimizer(name: str, on_card: bool, groups: list[dict[str, Any]]) -> Any:
+    """An optimizer that only allocates what the one of this `name` allocates. `on_card`: on a CUDA device instead of a CPU."""
     import torch
 
+    bits = TORCHAO_BITS.get(name)
     torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    one_kernel = torchao_bits == 8 and on_card and torch_version >= (2, 15)
+    one_kernel = bits == 8 and on_card and torch_version >= (2, 15)
 
     class Reserving(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                state, temporary = torchao_bytes(p, torchao_bits) if torchao_bits else (plain_bytes(p, state_bytes), ())
+                state, temporary = torchao_bytes(p, bits) if bits else (paged_bytes(p, "8bit" in name), ())
                 temporary = () if one_kernel else temporary
                 if not self.state[p]:
                     self.state[p] = {f"reserved {number}": part for number, part in enumerate(self.reserve(p, state))}
@@ -111,12 +111,18 @@ def reserving_optimizer(state_bytes: float, torchao_bits: int | None, on_card: b
         def create_state(self) -> None:
             """As the optimizers of bitsandbytes here; the planner makes the state itself."""
 
-    return (Reserving if torchao_bits else Early)(groups, {})
+    return (Reserving if bits else Early)(groups, {})
 
 
-def plain_bytes(parameter: Any, state_bytes: float) -> tuple[float, ...]:
-    """The bytes of the state of `parameter`; small tensors have 8 per element, unless the states are paged."""
-    return (parameter.numel() * (8 if state_bytes > 0 and parameter.numel() < LEAST_QUANTIZED else state_bytes),)
+def paged_bytes(parameter: Any, quantized: bool) -> tuple[float, ...]:
+    """The bytes of the tensors of both states that are never paged: those of small tensors, and the scales of quantized states.
+
+    Source: bitsandbytes/optim/optimizer.py, `init_state` and `get_state_buffer`.
+    """
+    count = parameter.numel()
+    quantized = quantized and count >= LEAST_QUANTIZED
+    moment = () if count >= LEAST_PAGED else (count if quantized else 4 * count,)
+    return (*moment, *((4 * -(-count // BITSANDBYTES_BLOCK),) if quantized else ())) * 2
 
 
 def torchao_bytes(parameter: Any, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,5 +1,6 @@
 """The fallback chain on each machine, real optimizers on a CPU, and the settings of parameter groups."""
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hwopt.hardware.device import described
 from hwopt.plugin import Context, Observation, Recipe, verify
 from hwopt.testing import plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
 from hwopt_plugins.optimizer import Optimizer, import_failure, make_optimizer
-from hwopt_plugins.optimizer.states import TORCHAO_BITS, reserving_optimizer
+from hwopt_plugins.optimizer.states import reserving_optimizer
 
 T4 = described("T4", (7, 5), 16.0)
 CPU = described("CPU", None, 32.0)
@@ -242,22 +243,37 @@ def bytes_of(tensor):
     return sum(part.nbytes for part in parts) if parts else tensor.nbytes
 
 
+def states_after_a_step(make, shape, dtype=torch.float32):
+    weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizer = make([{"params": [weight], "lr": 1e-3}])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    return optimizer.state[weight]
+
+
 @pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (63, 65), (33, 128), (8, 256)])
 def test_reserved_state_is_as_large_as_torchaos(name, dtype, shape):
-    def states_of(make):
-        weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-        optimizer = make([{"params": [weight], "lr": 1e-3}])
-        weight.grad = torch.zeros_like(weight)
-        optimizer.step()
-        return sorted(bytes_of(value) for value in optimizer.state[weight].values() if value.ndim)
-
-    real = states_of(partial(make_optimizer, name))
-    reserved = states_of(partial(reserving_optimizer, 0.0, TORCHAO_BITS[name], False))
+    real, reserved = (
+        [bytes_of(value) for value in states_after_a_step(make, shape, dtype).values() if value.ndim]
+        for make in (partial(make_optimizer, name), partial(reserving_optimizer, name, False))
+    )
     assert sum(reserved) == sum(real)
     assert len(real) == 2
+
+
+@pytest.mark.parametrize(("cls", "name"), [("AdamW8bit", "paged_adamw_8bit"), ("AdamW32bit", "paged_adamw_32bit")])
+@pytest.mark.parametrize("shape", [(63, 65), (64, 65), (311, 320), (400, 256)])
+def test_states_that_bitsandbytes_never_pages_are_forecast(cls, name, shape):
+    import bitsandbytes.optim
+
+    real = states_after_a_step(getattr(bitsandbytes.optim, cls), shape)
+    paged = ("state1", "state2") if math.prod(shape) >= 100_000 else ()
+    on_card = {key: value.nbytes for key, value in real.items() if key.startswith(("state", "absmax")) and key not in paged}
+    reserved = states_after_a_step(partial(reserving_optimizer, name, True), shape)
+    assert sum(value.nbytes for value in reserved.values()) == sum(on_card.values())
 
 
 def unfused_adamw(patch):
