@@ -44,6 +44,15 @@ def classification_heads(model: Any) -> list[str]:
     return [name for name, child in model.named_children() if name != model.base_model_prefix and [*child.parameters()]]
 
 
+def adapts_experts(model: hw.ModelFacts) -> bool:
+    """Whether PEFT adapts the experts of a mixture, each layer's as one parameter. For those it has LoRA without dropout only."""
+    if not model.other_weights:
+        return False
+    from peft.utils import transformers_weight_conversion as conversion
+
+    return conversion._MODEL_TO_CONVERSION_PATTERN.get(model.model_type) in conversion._MOE_FUSED_TARGETS
+
+
 def new_token_indices(model: Any, in_full: Sequence[str] = ()) -> dict[str, list[int]] | None:
     """PEFT's `trainable_token_indices` for the tokens that the model got for this job, which no frozen row can learn.
 
@@ -207,6 +216,8 @@ class Adapter(hw.Plugin):
             why = f"fewer than {MIN_PARAMETERS / 1e6:,.0f} M: all weights are trained unless plugins.adapter.always = true"
             return hw.Decision.skip(f"{size}, {why}")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
+        if self.options.kind == "dora" and isinstance(self.options.target_modules, str) and adapts_experts(context.model):
+            return hw.Decision.fallback(self.options.changed(kind="lora"), "LoRA: PEFT has no DoRA for the experts of this model")
         if self.options.kind == "dora" and self.options.lora_dropout:
             reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"
         return hw.Decision.apply(reason)

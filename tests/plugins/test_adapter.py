@@ -41,6 +41,9 @@ from hwopt_plugins.adapter.adapted_layers import idle_adapters, layers_without_a
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
 IDS = torch.arange(1, 25).reshape(3, 8)
 
+UNMATCHED = "ignore:The following (rank|alpha)_pattern keys did not match"
+"""PEFT's own warning for experts."""
+
 
 def context(kind="text-classification", parameters=1_000_000_000):
     facts = ModelFacts("gemma", "bert", "Bert", parameters, 2, 32, 100, 512, False, True, True, True, 0.0)
@@ -161,6 +164,18 @@ def test_unknown_target_module_is_refused():
         recipe.model_steps[0](llama(), None)
 
 
+@pytest.mark.filterwarnings(UNMATCHED)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_dora_becomes_lora_where_peft_has_it_for_no_experts(kind):
+    config = AutoConfig.for_model(**{**TINY_LLAMA, **SIZES, "model_type": kind, "num_experts": 2, "num_local_experts": 2})
+    model = AutoModelForCausalLM.from_config(config)
+    facts = replace(context().model, model_type=kind, other_weights={"layers.*.mlp.experts.down_proj": 1})
+    decision = Adapter(Adapter.Options(kind="dora")).probe(replace(context(), model=facts))
+    assert decision.kind == ("apply" if kind == "gpt_oss" else "fallback")
+    (options,) = decision.options or [Adapter.Options(kind="dora")]
+    add_adapter(model, options=options, task="CAUSAL_LM")
+
+
 def test_small_models_get_an_adapter_only_with_always():
     decision = Adapter(Adapter.Options()).probe(context(parameters=22_700_000))
     assert decision.kind == "skip"
@@ -231,7 +246,7 @@ def test_evidence_knows_the_scale_and_the_dropout_of_an_adapter(options):
     assert evidence.status == "active", evidence.seen
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # PEFT's own, for experts
+@pytest.mark.filterwarnings(UNMATCHED)
 def test_evidence_of_adapters_on_experts():
     """PEFT adapts the parameters of experts by wrappers that have no weight, and calls no layer of the adapter."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
