@@ -148,6 +148,7 @@ def scripts() -> dict[str, Callable[..., Any]]:
     smooth = {"label_smoothing_factor": 0.1}
     return {
         "Trainer, classes": plain(bert, classes, pad),
+        "Trainer, stream": plain(bert, classes.to_iterable_dataset(), pad),
         "Trainer, tags": plain(tagger, tags, transformers.DataCollatorForTokenClassification(TOKENIZER)),
         "Trainer, random masks": plain(
             partial(model, "BertForMaskedLM", **NO_DROPOUT), tokens(), mlm(TOKENIZER, mlm_probability=0.4)

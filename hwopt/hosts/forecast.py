@@ -101,6 +101,8 @@ def forecast(
     if not hasattr(config, "model_type"):
         return Fit(None, f"{type(described).__name__} is not a model of transformers, and its inputs are not known")
     other = f"{head}: the forecast knows the heads {listing(KNOWN_HEADS)}" if head and not head.endswith(KNOWN_HEADS) else ""
+    if task_of(described) == "seq2seq-lm":
+        other = f"{head}: the forecast does not read the targets of an encoder-decoder"
     if unknown := unknown or own_loss(Trainer, args, {}) or other:
         return Fit(None, unknown)
     loads = kind == "SFTConfig" and not hasattr(described, "parameters")  # TRL loads a model with the adapter of the plan
@@ -179,7 +181,7 @@ def forecast_of_trainer(
     if not isinstance(data, list) and not (isinstance(data, datasets.Dataset) and data.format["type"] != "custom"):
         data = None  # reading it may never end, or take rows from the training
     known = bool(rows_lengths(data, args))
-    if not known and getattr(args, "max_length", None) is None:
+    if not known and type(args).__name__ in KNOWN and getattr(args, "max_length", None) is None:
         return Fit(None, "how many tokens a row has is not known: it needs stored rows with input_ids")
     found = forecast(model, args, data, given.get("peft_config"), plugins, profile, with_own_memory(hardware, model))
     if found.fits is False and not known:

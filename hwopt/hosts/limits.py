@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hwopt.config.aliases import plugin_aliases
 from hwopt.errors import InputError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.parts import HostSets
@@ -205,6 +206,20 @@ def refuse_half_weights(model: Any, plan: Any) -> None:
             f"the model trains {' and '.join(sorted(halves))} weights, and the plan's precision needs float32 weights: small "
             f"updates would be lost. Load it with dtype=torch.float32, or say precision={pure} or precision=False"
         )
+
+
+def check_states(run: Any, trainer: Any) -> None:
+    """Raise InputError if a checkpoint has the states of another optimizer than the plan's; say if the script's has others."""
+    if run.recipe.optimizer is None:
+        return
+    cls, theirs = type(run.optimizer), trainer.get_optimizer_cls_and_kwargs(trainer.args, run.inner_model)[0]
+    own, usual = ("state1" if each.__module__.startswith("bitsandbytes") else "exp_avg" for each in (cls, theirs))
+    states, name = [each for each in run.optimizer.state.values() if each], plugin_aliases()["optim"].split(".")[1]
+    if states and not any(own in each for each in states):  # the first step would miss them
+        raise InputError(f"the checkpoint has the states of another optimizer than {cls.__name__}: resume with {name}=False")
+    if own != usual:
+        optim = getattr(trainer.args.optim, "value", trainer.args.optim)
+        run.say(f"checkpoints hold the states of {cls.__name__}: your script resumes with that optim, not {optim!r}")
 
 
 def refuse_old_versions() -> None:

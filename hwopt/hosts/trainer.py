@@ -30,7 +30,7 @@ from hwopt.hardware.monitor import peak_memory_gib
 from hwopt.hosts.additivity import refuse_other_laws
 from hwopt.hosts.apply import compute_loss_of_plan
 from hwopt.hosts.arguments import apply_plan, script_of
-from hwopt.hosts.limits import lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
+from hwopt.hosts.limits import check_states, lacks_of, refuse_half_weights, refuse_old_versions, refuse_prepared
 from hwopt.hosts.script_plan import Script, ScriptPlan, described_model, plan_for
 from hwopt.hosts.script_run import Loader, ScriptRun
 from hwopt.hosts.trainer_step import TrainerStep
@@ -194,12 +194,15 @@ class OptimizedTrainer(Base):
         return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> Any:
+        on_card, config = self._run.device.type == "cuda", self.accelerator.dataloader_config
+        if on_card and self._run.world_size == 1 and config.dispatch_batches is None:
+            config.dispatch_batches = False  # Accelerate puts the batches of a stream on the card, to send them to other ranks
         loader = super().get_train_dataloader()
         steps = None
         with suppress(TypeError):  # an IterableDataset has no length
             steps = ceil(len(loader) / self.args.gradient_accumulation_steps)
         self._run.train_loader = Loader(loader, steps)
-        if self._run.device.type == "cuda" and isinstance(loader, DataLoaderShard):
+        if on_card and isinstance(loader, DataLoaderShard):
             loader.device = None  # a step is split on the host, where lengths can be read without waiting for the device
         return loader
 
@@ -276,6 +279,7 @@ def callback_of(run: ScriptRun, trainer: Any) -> Any:
             compute_loss_of_plan(run)
             run.scheduler, run.scaler, optimizer = objects.get("lr_scheduler"), trainer.accelerator.scaler, objects["optimizer"]
             run.optimizer = getattr(optimizer, "optimizer", optimizer)
+            check_states(run, trainer)
             run.step, run.total_steps = state.global_step, state.max_steps
             run.listener.on_start(run)
 

@@ -85,11 +85,6 @@ ROUNDING, HALF_ROUNDING = 1e-4, 2e-2
 document that sees another one, changes a loss of the tiny model by more than the first."""
 
 
-def computes_in_fp32(run: Any) -> bool:
-    """Whether all matrix products of the observed step were in fp32, without TF32. Called while the run trains."""
-    return set(run.observation.matmul_dtypes) <= {"float"} and torch.backends.cuda.matmul.fp32_precision != "tf32"
-
-
 NOT_OBSERVED = ("plan", "recipe", "training", "batch", "loss")
 """Attributes of a run that say what was asked for, not what runs. `loss` is the recipe's."""
 
@@ -132,7 +127,7 @@ class Witness(Recorder):
 
     def on_evidence(self, run: Any, found: list[Any]) -> None:
         super().on_evidence(run, found)
-        self.in_fp32 = computes_in_fp32(run)
+        self.in_fp32 = set(run.observation.matmul_dtypes) <= {"float"} and torch.backends.cuda.matmul.fp32_precision != "tf32"
         observed_evidence(entry_of(self.name, run.plan).plugin, run)
 
 

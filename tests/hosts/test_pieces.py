@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import bert, llama, padded, rows, train
+from hosts.scripts import bert, llama, padded, rows, t5, train
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -152,11 +152,11 @@ def test_forecast_says_what_does_not_fit_and_what_it_does_not_know(tmp_path: Pat
 
 
 def test_forecast_knows_neither_other_states_nor_other_heads_and_dtypes(tmp_path: Path) -> None:
-    masked = BertConfig(architectures=["BertForMaskedLM"])
     for model, own, plugins, why in (
         (llama(), {"optim": "adafactor"}, {}, "optim = 'adafactor' of your arguments has other states than AdamW"),
         (llama(), {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor of your arguments needs the logits"),
-        (masked, {}, {}, "BertForMaskedLM: the forecast knows the heads ForCausalLM"),
+        (t5(), {}, {}, "T5ForConditionalGeneration: the forecast does not read the targets of an encoder-decoder"),
+        (BertConfig(architectures=["BertForMaskedLM"]), {}, {}, "BertForMaskedLM: the forecast knows the heads ForCausalLM"),
         (llama().bfloat16(), {}, {"precision": False}, "the weights are in bfloat16, and the forecast has them in float32"),
     ):
         found = hwopt.fits(model, TrainingArguments(str(tmp_path), use_cpu=True, **own), card="RTX 3090", **plugins)

@@ -74,8 +74,7 @@ def test_losses_and_norms_are_those_of_the_unmodified_script(
 
 @pytest.mark.parametrize("counted", ["no", "all"])
 def test_the_output_folder_holds_plan_evidence_and_report(counted: str, tmp_path: Path) -> None:
-    own = {"eval_strategy": "no", "logging_steps": 1, "include_num_input_tokens_seen": counted}
-    trainer, steps = train(optimized(), tmp_path, **own)
+    trainer, steps = train(optimized(), tmp_path, eval_strategy="no", logging_steps=1, include_num_input_tokens_seen=counted)
     record = read_record(tmp_path)
     assert record.complete
     assert [row["loss"] for row in record.log_rows] == [loss for loss, _ in steps]
@@ -130,6 +129,7 @@ def test_loss_that_is_not_known_to_add_up_is_not_split(
     if cls is Custom:
         with pytest.raises(DoesNotFitError, match=f"it is not split: {reason}. Lower per_device"):
             train(hwopt.optimized(Custom, "cpu", **SPLIT), tmp_path, limit=50)
+        assert all(len(step.sizes) > 2 for step in compared(tmp_path / "said", Custom, additive="rows")._run.steps)
     assert {entry.name for entry in trainer._run.plan.applied()} >= {"optimizer", "sdpa", "dataloader"}
 
 
@@ -164,11 +164,6 @@ def test_loss_of_liger_is_not_split(tmp_path: Path) -> None:
     trainer = Trainer(llama(), arguments(tmp_path, use_liger_kernel=True))
     assert additivity_of(trainer, True).reason == "use_liger_kernel computes the loss"
     assert lacks_of(Trainer, trainer.args, {})["loss"].startswith("use_liger_kernel of your arguments")
-
-
-def test_the_users_word_permits_to_split(tmp_path: Path) -> None:
-    trainer = compared(tmp_path, Custom, additive="rows")
-    assert all(len(step.sizes) > 2 for step in trainer._run.steps)
 
 
 def test_batch_with_a_list_stays_whole_and_the_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

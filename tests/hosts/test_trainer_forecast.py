@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from hosts.scripts import arguments, bert, llama, padded, rows, train
 from hosts.test_trl import tokenizer
+from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer
 
 import hwopt
@@ -48,6 +49,7 @@ def test_rows_that_are_not_stored_are_not_read_and_no_length_is_guessed(data: An
     assert found.fits is None
     assert "how many tokens a row has is not known" in found.why
     assert mean_tokens(data) is None
+    assert "may hold a second model" in forecast_for(arguments(tmp_path, SentenceTransformerTrainingArguments), data).why
 
 
 def test_lengths_of_stored_rows_follow_their_order(tmp_path: Path) -> None:
@@ -98,10 +100,9 @@ def test_weights_that_are_on_the_device_already_are_not_counted_twice() -> None:
 
 
 def test_forecast_leaves_the_accelerator_of_a_trainer_as_it_is(tmp_path: Path) -> None:
-    """transformers resets the process's Accelerator state whenever arguments are made, those of the forecast too."""
     args = arguments(tmp_path, max_steps=1)
     trainer = Trainer(llama(), args, lambda few: padded(few, False), train_dataset=rows())
-    assert hwopt.fits(trainer.model, args, rows(), card="Tesla T4", **FP32)
+    assert hwopt.fits(trainer.model, args, rows(), card="Tesla T4", **FP32)  # makes arguments, which resets the process's state
     trainer.train()
 
 
@@ -113,7 +114,7 @@ def test_measured_memory_by_kind_stands_in_the_folder_for_the_report(tmp_path: P
 
 
 def test_cached_loss_takes_its_mini_batches_from_the_forecast(tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+    from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses, modules
 
     bert().bert.save_pretrained(tmp_path / "model")

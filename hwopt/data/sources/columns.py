@@ -156,7 +156,8 @@ def preferences(table: pa.Table) -> str | None:
 def unusable(table: pa.Table) -> str | None:
     """Why the model would learn wrong answers from `table`, unless the job names its columns; None for usable data."""
     names = set(table.column_names)
-    if media := next((name for name in MEDIA if name in names and is_filled(table, name)), None):
+    filled = (name for name in MEDIA if name in names and any(cell.as_py() not in (None, "", "[]", []) for cell in table[name]))
+    if media := next(filled, None):
         return (
             f"column {media!r} belongs to samples with more than text, and the model would learn answers about what it does not "
             f"see. To train the text alone, name its columns in {COLUMN_KEYS}"
@@ -177,11 +178,6 @@ def written_lists(table: pa.Table) -> str | None:
         f"column {name!r} holds lists as texts, or lists with other values than strings; token-classification reads lists of "
         "strings. Save the rows so, as jsonl or parquet"
     )
-
-
-def is_filled(table: pa.Table, name: str) -> bool:
-    """Whether a cell of the column holds something."""
-    return any(cell.as_py() not in (None, "", "[]", []) for cell in table[name])
 
 
 def is_text(table: pa.Table, name: str) -> bool:

@@ -36,8 +36,9 @@ VOCABULARIES = {r"llama-?3": 128_256, r"qwen-?(1\.5|2|3)": 151_936, r"gemma": 25
 def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
     """A data type or an attention kernel that the card lacks: bf16, TF32 and flash attention on T4 and V100."""
     assert facts.hardware is not None  # the rule needs a card
-    for feature, (_, effect) in FEATURES.items():
-        if (word := asking_for(feature, view)) is None or (support := facts.hardware.can(feature)):
+    for feature, (asking, effect) in FEATURES.items():
+        word = next((word for word, asked in asking.items() if view.meets(word, asked)), None)
+        if word is None or (support := facts.hardware.can(feature)):
             continue
         fix = f"remove {view.spelled(word)}"
         if feature == "bf16":
@@ -47,11 +48,6 @@ def card_feature(view: View, facts: Facts) -> Iterator[Finding]:
         what = f"{feature.replace('_', ' ')} {support.reason}."
         why = "hwopt falls back or skips it, and shows the reason." if view.is_hwopt else effect
         yield Finding(word, what, why, fix, "warning" if view.is_hwopt or feature == "fp16" else None)
-
-
-def asking_for(feature: Feature, view: View) -> str | None:
-    """The setting of the file that asks for `feature`; None without one."""
-    return next((word for word, asked in FEATURES[feature][0].items() if view.meets(word, asked)), None)
 
 
 @rule("compute-type", "warning", words=("load_in_4bit",), source="bitsandbytes, Linear4bit.forward", tools=TRAINERS)

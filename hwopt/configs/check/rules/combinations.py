@@ -169,14 +169,9 @@ def written(view: View, settings: Mapping[str, Any]) -> str:
     return " beside ".join(dict.fromkeys(lines)) + " without " * bool(missing) + " and ".join(dict.fromkeys(missing))
 
 
-def keyed(text: str, spelled: Callable[[str], str]) -> str:
-    """`text` with each word in braces as its key."""
-    return re.sub(r"\{([\w.]+)\}", lambda found: spelled(found[1]), text)
-
-
 def instead(view: View, fix: Any, word: str) -> str:
     text = f"remove {{{word}}}" if fix == "" else fix or ""
-    return keyed(text, view.spelled) if isinstance(text, str) else view.lines(text)
+    return re.sub(r"\{([\w.]+)\}", lambda word: view.spelled(word[1]), text) if isinstance(text, str) else view.lines(text)
 
 
 def rule_of(rule_rows: RuleRows) -> Rule:
