@@ -182,7 +182,7 @@ def forecast_of_trainer(
         data = None  # reading it may never end, or take rows from the training
     known = bool(rows_lengths(data, args))
     if not known and type(args).__name__ in KNOWN and getattr(args, "max_length", None) is None:
-        return Fit(None, "how many tokens a row has is not known: it needs stored rows with input_ids")
+        return Fit(None, "how many tokens a row has is not known: it is read of stored rows with input_ids of one text")
     found = forecast(model, args, data, given.get("peft_config"), plugins, profile, with_own_memory(hardware, model))
     if found.fits is False and not known:
         return Fit(None, f"{found.why}, if a row has max_length tokens; how many it has is not known")
