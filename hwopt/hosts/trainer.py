@@ -195,9 +195,10 @@ class OptimizedTrainer(Base):
 
     def get_train_dataloader(self) -> Any:
         on_card, config = self._run.device.type == "cuda", self.accelerator.dataloader_config
-        if on_card and self._run.world_size == 1 and config.dispatch_batches is None:
-            config.dispatch_batches = False  # Accelerate puts the batches of a stream on the card, to send them to other ranks
-        loader = super().get_train_dataloader()
+        # Accelerate puts the batches of a stream on the card, to send them to other ranks
+        alone = on_card and self._run.world_size == 1 and config.dispatch_batches is None
+        with mock.patch.object(config, "dispatch_batches", False if alone else config.dispatch_batches):
+            loader = super().get_train_dataloader()
         steps = None
         with suppress(TypeError):  # an IterableDataset has no length
             steps = ceil(len(loader) / self.args.gradient_accumulation_steps)
