@@ -244,10 +244,11 @@ class TrainerStep:
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
         self.passes.begin(model, compute, count)
         total = None
-        plain = self.run.forward_backward is self.passes
+        passes = self.passes if any(p.grad is not None for p in inner(model).parameters()) else self.run.forward_backward
+        plain = passes is self.passes  # also for a stream that ended within a step: a graph starts from gradients of zero
         with weights_cast_once(inner(model), self.run.device) if plain and len(parts) > 1 else nullcontext():
             for number, part in enumerate(parts):
-                loss = self.run.forward_backward(part, number == 0, number == len(parts) - 1, not_timed)
+                loss = passes(part, number == 0, number == len(parts) - 1, not_timed)
                 if part.weight:  # the mean over no label is not a number
                     own = loss if plain else loss.clone()  # the plan's passes may write each loss to the same memory
                     total = own if total is None else total + own
