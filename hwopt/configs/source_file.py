@@ -1,7 +1,6 @@
 """A configuration file of any tool as entries, each with its line and its comments.
 
-YAML and JSON are read as nodes of PyYAML, which know their lines. No tag is executed and no `${…}`
-is resolved. Python scripts are read by `python_file`.
+YAML and JSON are read as nodes of PyYAML, which know their lines. No tag is executed, no `${…}` resolved.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from hwopt.text import cut, first_line
 
 Language = Literal["YAML", "JSON", "TOML", "Python"]
 MAX_NODES = 50_000
-"""Keys and values of a file, those of aliases counted each time that they are used. Aliases of
-aliases make billions of a few lines."""
+"""Keys and values of a file, those of aliases at each use. Aliases of aliases make billions of a few lines."""
 MERGE = "tag:yaml.org,2002:merge"
 TEXT = "tag:yaml.org,2002:str"
 COMMENT = re.compile(r"(?:^|\s)#(.*)")
@@ -59,8 +57,7 @@ class SourceFile:
     name: str
     language: Language
     entries: tuple[Entry, ...]
-    """In the order of the file. Of a key that is given twice only the last one, as YAML and JSON
-    readers take it."""
+    """In the order of the file. Of a key that is given twice only the last one, as YAML and JSON readers take it."""
     replaced: tuple[Entry, ...] = ()
     """Entries that a later line with the same key replaces."""
     loose: tuple[str, ...] = ()

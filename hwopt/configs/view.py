@@ -67,13 +67,12 @@ def is_number(value: Any) -> bool:
 
 
 TRL_KEYS = {"dataset_train_split", "dataset_test_split", "dataset_num_proc", "eos_token", "chat_template_path"}
-TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft"}
+TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft", "padding_free"}
 """Keys of the files that TRL's command line reads, which trains all weights unless `use_peft` is true."""
 
 PREFERENCES = names("beta pref_beta pref_loss dpo_alpha loss_type num_generations max_prompt_length desirable_weight")
 """Keys of trainings with preferences or rewards."""
-REWARDS = ("rl", "reward_model", "process_reward_model")
-SFT_LOSSES = ("nll", "dft", "chunked_nll")
+REWARDS, SFT_LOSSES = ("rl", "reward_model", "process_reward_model"), ("nll", "dft", "chunked_nll")
 
 
 @dataclass

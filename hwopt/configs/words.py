@@ -77,11 +77,11 @@ VALUES = {
     "torch_compile_mode": names("default reduce-overhead max-autotune max-autotune-no-cudagraphs"),
     "report_to": names("all none azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab "
         "tensorboard trackio wandb"),
-    "packing_strategy": names("bfd bfd_split wrapped"),
+    "packing_strategy": names("bfd bfd_split wrapped"), "vllm_mode": names("server colocate"),
     **{f"{table}bnb_4bit_quant_type": names("nf4 fp4") for table in ("", "BitsAndBytesConfig.")},
 }
 """Word -> its values in transformers 5, TRL and bitsandbytes."""
-USUAL = names("attn_implementation torch_compile_mode report_to packing_strategy scheduler.type")
+USUAL = names("attn_implementation torch_compile_mode report_to packing_strategy vllm_mode scheduler.type")
 """Words of which only the usual values are listed."""
 ZERO_DEVICES = {f"zero_optimization.offload_{part}.device": names("none cpu nvme") for part in ("param", "optimizer")}
 SCHEDULERS_OF_DEEPSPEED = names("LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR")

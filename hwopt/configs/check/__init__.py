@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hwopt.configs.view import ConfigSetting, Tool, View
+from hwopt.configs.view import ConfigSetting, View
 from hwopt.hardware.device import Hardware
 
 __all__ = ["ConfigSetting", "Facts", "Finding", "Level", "Rule", "View", "rule"]
 
-Tools = tuple[Tool, ...]
+Tools = tuple[str, ...]  # of rows also a class that a script calls, such as KTOConfig
 TRANSFORMERS: Tools = ("transformers", "llama-factory")
 """The tools whose keys are the names of TrainingArguments."""
 TRAINERS: Tools = ("transformers", "axolotl", "llama-factory")

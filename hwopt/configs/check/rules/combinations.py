@@ -38,10 +38,6 @@ def among(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def fraction(value: Any) -> bool:
-    return is_number(value) and 0 <= value < 1
-
-
 def off(value: Any) -> bool:
     """Whether a setting is not on or not given, which a finding does not mention, unlike `not_`."""
     return not value
@@ -85,7 +81,7 @@ RULE_ROWS = (
             {"lr_scheduler_type": "constant_with_warmup"}) for word in ("warmup_steps", "warmup_ratio")),
         ("information", (), {"num_train_epochs": is_number, "max_steps": positive}, "The run ends after the steps.", ""),
         ("information", TRANSFORMERS, {"save_steps": positive, "save_strategy": among("epoch", "no")}, "", ""),
-        ("warning", HF, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "Nothing is evaluated: the default is no.",
+        ("warning", TRANSFORMERS, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "The default is no evaluation.",
             {"eval_strategy": "steps"}),
         ("warning", TRANSFORMERS, {"torch_compile": False, "torch_compile_mode": bool}, "A mode switches compilation on.",
             "remove {torch_compile_mode}"),
@@ -96,6 +92,8 @@ RULE_ROWS = (
         ("warning", ("axolotl",), {"fp16": True, "bf16": True}, "axolotl trains in bf16.", {"fp16": False}),
         ("information", ("axolotl",), {"bf16": among("auto", "Auto"), "fp16": True}, "axolotl trains in fp16.", {"bf16": False}),
         ("information", ("deepspeed",), {GATHERED: True, "zero_stage": among(0, 1, 2)}, "Only stage 3 splits the weights.", ""),
+        ("warning", ("deepspeed",), {"optimizer.params.lr": is_number, "scheduler.type": "WarmupDecayLR",
+            "scheduler.params.warmup_max_lr": not_}, "The rate becomes warmup_max_lr, by default 0.001.", "give warmup_max_lr"),
         ("error", (), {"zero_offload": "parameters", "zero_stage": among(0, 1, 2)}, "DeepSpeed may stop.", {"zero_stage": 3}),
         ("error", (), {"zero_offload": "optimizer", "zero_stage": 0}, "DeepSpeed may stop.", {"zero_stage": 1}),
         ("warning", ("accelerate",), {"zero_stage": is_number, "distributed_type": lambda kind: kind != "DEEPSPEED"},
@@ -153,7 +151,7 @@ RULE_ROWS = (
 
 
 def meets_all(view: View, tools: Tools, settings: Mapping[str, Any]) -> bool:
-    return (not tools or view.tool in tools) and all(view.meets(word, expected) for word, expected in settings.items())
+    return not (tools and {view.tool, *view.source.calls}.isdisjoint(tools)) and all(map(view.meets, settings, settings.values()))
 
 
 def written(view: View, settings: Mapping[str, Any]) -> str:
@@ -206,13 +204,13 @@ RANGES: Mapping[str, Range] = {
         "At 0 no weight changes; above 1 training diverges.", 2e-5),
     "weight_decay": Range(lambda value: 0 <= value <= 1, "from 0 to 1",
         "Far more decay than AdamW's 0.01 pulls all weights to 0.", 0.01, "warning"),
-    "adam_beta1": Range(fraction, FRACTION, MEAN, 0.9),
-    "adam_beta2": Range(fraction, FRACTION, MEAN, 0.999),
+    "adam_beta1": Range(lambda value: 0 <= value < 1, FRACTION, MEAN, 0.9),
+    "adam_beta2": Range(lambda value: 0 <= value < 1, FRACTION, MEAN, 0.999),
     "adam_epsilon": Range(lambda value: 0 <= value <= 1, "from 0 to 1", "Updates are divided by it: nearly none is left.", 1e-8),
-    "label_smoothing_factor": Range(fraction, FRACTION, "At 1 the labels have no effect.", 0.1),
+    "label_smoothing_factor": Range(lambda value: 0 <= value < 1, FRACTION, "At 1 the labels have no effect.", 0.1),
     "lora_r": Range(lambda value: value >= 1, "at least 1", "PEFT stops: the adapter has no rank.", 16),
     "lora_alpha": Range(positive, "above 0", "alpha / r scales the adapter: at 0 it has no effect.", 16),
-    "lora_dropout": Range(fraction, FRACTION, "At 1 the adapter gets no input.", 0.05),
+    "lora_dropout": Range(lambda value: 0 <= value < 1, FRACTION, "At 1 the adapter gets no input.", 0.05),
     "per_device_train_batch_size": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a batch has no rows.", 8),
     "gradient_accumulation_steps": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a step has no rows.", 1),
     "max_grad_norm": Range(lambda value: value >= 0, "at least 0", "A negative norm turns the gradients round.", 1.0),

@@ -178,7 +178,7 @@ def value_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that the tool does not have, such as the name of an optimizer. Of open lists only almost the same names."""
     accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
     for word, known in words.VALUES_OF.get(view.tool, words.VALUES).items():
-        name = str(value) if (value := view.written(word)) is not None else next(iter(known))
+        name = str(value) if isinstance(value := view.written(word), str | int | float) else next(iter(known))
         if known & ({name, name.upper(), name.lower()} if accelerate else {name}) or name in ("adamw_hf", "adamw_apex_fused"):
             continue  # transformers 4 has these optimizers too
         usual = word in words.USUAL

@@ -15,7 +15,6 @@ FSDP = "fsdp_config.fsdp_"
 FSDP_RUNS = {"distributed_type": among(None, "FSDP")}  # else the launcher does not read the part
 FSDP_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version")
 
-
 PAIRS: Mapping[Tools, str] = {
     TRAINERS: "fp16_full_eval bf16_full_eval, fsdp deepspeed, load_in_8bit load_in_4bit",
     HF: """auto_find_batch_size num_generations, generation_batch_size steps_per_generation, LoraConfig.lora_bias use_dora,
@@ -60,7 +59,12 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
           for kind in ("eval", "save", "logging")),
         ({"optim": PROJECTED, "optim_target_modules": not_}, {"optim_target_modules": "all-linear"}),
         ({"optim": LAYERWISE, "gradient_accumulation_steps": several}, {"gradient_accumulation_steps": 1}),
+        ({"save_only_model": True, "load_best_model_at_end": True, "deepspeed": given}, {"save_only_model": False}),
+        ({"auto_find_batch_size": True, "zero_stage": 3}, {"auto_find_batch_size": False}),
     ),
+    ("KTOConfig",): (({"per_device_train_batch_size": 1, "loss_type": among(None, "kto")}, {"per_device_train_batch_size": 2}),),
+    ("GRPOConfig",): (({"sync_ref_model": True, "beta": among(None, 0)}, {"beta": 0.04}),),
+    ("SFTConfig",): (({"padding_free": True, "packing": off, "max_length": lambda _: True}, "packing=True, or max_length=None"),),
     HF: (
         ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
@@ -153,6 +157,8 @@ def refusals() -> Iterator[tuple[Tools, Mapping[str, Any], Any]]:
 @rule("refused-pair", "error", source="transformers, TRL, PEFT, axolotl, LLaMA-Factory, DeepSpeed, accelerate: their checks")
 def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     """Settings that the tool refuses, such as fp16 and bf16 together, or save_steps and saves_per_epoch of axolotl."""
+    for each in (each for each in view.unread_as("other") if view.tool == "axolotl" and each.word == "attn_implementation"):
+        yield Finding(each.key, f"{each.key}: {each.reason}.", "axolotl takes one of them, and stops.", f"remove {each.key}")
     for tools, settings, fix in refusals():
         if meets_all(view, tools, settings) and is_own(view, word := next(iter(settings))):
             lines = written(view, settings)
