@@ -94,7 +94,7 @@ def trainer_view(source: SourceFile, recognised_by: str) -> View:
         else:
             view.add(word, entry)
     telling = SFT_WORDS if source.language == "Python" else TRL_WORDS
-    if source.entries and ("SFTConfig" in source.calls or telling & {entry.path[-1] for entry in source.entries}):
+    if source.entries and ("SFTConfig" in source.calls or telling & {part for each in source.entries for part in each.path}):
         first = source.entries[0]
         view.imply("task", "causal-lm", ConfigSetting(first.path, first.value, first.line, first.place))
     data = view.settings.get("train_file")
