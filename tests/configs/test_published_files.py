@@ -4,11 +4,11 @@
 """
 
 import io
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from golden_files import check_golden
 from published_configs import PUBLISHED
 
 from hwopt import api
@@ -60,11 +60,7 @@ def golden_text(name: str) -> str:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_findings_and_imported_files_match_the_golden_file(name: str) -> None:
-    path, made = GOLDEN / f"{name}.txt", golden_text(name)
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(made, encoding="utf-8")
-    assert made == path.read_text(encoding="utf-8")
+    check_golden(GOLDEN / f"{name}.txt", golden_text(name))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import re
 from collections import defaultdict
 from functools import cache
@@ -14,6 +13,7 @@ import jinja2
 import pytest
 from chat_templates import ALL_TEMPLATES, TEMPLATES, byte_tokenizer
 from documentation import ROOT
+from golden_files import check_part
 
 from hwopt.data.chat_template import GENERATION, ChatTemplate
 from hwopt.data.chatml import CHATML
@@ -224,12 +224,7 @@ def test_tokens_and_labels_are_those_of_trl_but_for_the_documented_refusals() ->
             rows[", ".join(kinds), difference].append(f"`{name}`")
     lines = ["| template | kind (conversations of 12) | in hwopt |", "|---|---|---|"]
     lines += [f"| {', '.join(names)} | {kinds} | {difference} |" for (kinds, difference), names in rows.items()]
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    made = before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        PAGE.write_text(made, encoding="utf-8")
-    assert made == PAGE.read_text(encoding="utf-8")
+    check_part(PAGE, BEGIN, "\n".join(lines) + "\n", END)
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not GENERATION.search(TEMPLATES[name])])

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from applied import Applied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from hwopt.errors import DoesNotFitError
 from hwopt.memory.forecast.known_limits import recorded_limit
 from hwopt.memory.forecast.lengths import lengths_of
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Plugin, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, Recorder, plan_for, tiny_job, tiny_profile
 from hwopt.training.run import Run
@@ -27,16 +28,12 @@ from hwopt.training.telemetry.use import MemoryPressure
 Decide = Callable[[int, int, bool], bool]
 
 
-class Shortage(Plugin):
+class Shortage(Applied):
     """Raises torch's out-of-memory error inside the model, in forward or in backward, if `when` returns true."""
 
     name = "shortage"
-    stage = Stage.MODEL
     when: Decide = staticmethod(lambda rows, call, backward: False)
     _in_backward = False
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of the ladder")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(self.watch)

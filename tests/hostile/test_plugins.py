@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import tomlkit
+from applied import Applied
 from command_line import hwopt
 from installed_task import write_metadata
 
-from hwopt.plugin import Context, Decision, Evidence, Plugin, PluginOptions, Stage
+from hwopt.plugin import Context, Decision, Evidence, PluginOptions, Stage
 from hwopt.plugin.registry import PLUGIN_GROUP
 from hwopt.testing import TINY_BERT, write_samples
 
 FIGURE = ("hostile plugins", "{tests} of {tests} tests: exit 3, plugin and distribution named")
 
 
-class ThirdParty(Plugin):
+class ThirdParty(Applied):
     """A plugin without effect. Tests derive from it."""
 
     name = "third_party"
@@ -26,9 +27,6 @@ class ThirdParty(Plugin):
 
     class Options(PluginOptions):
         value: int = 1
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
     def evidence(self, run: Any) -> Evidence:
         return Evidence.active("it is there")

@@ -1,13 +1,13 @@
 """docs/your-script.md: its script runs, and its table of plugins is what the code says."""
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documentation import read_page
+from golden_files import check_part
 from hosts.scripts import llama
 from hosts.test_trl import QUIET, text, tokenizer
 
@@ -49,11 +49,7 @@ def table() -> str:
 
 
 def test_table_of_plugins_is_what_the_code_says() -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    page = f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        PAGE.write_text(page, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page
+    check_part(PAGE, BEGIN, table(), END)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Measured figures and versions are replaced by #. The machine is described, so th
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/integration/test_screens.py` rewrites the files; read the difference before you commit.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from documented_folder import write_pairs
+from golden_files import check_golden
 from pinned_torch import IS_PINNED, REASON
 from terminals import Screenshot, on_terminal
 
@@ -146,10 +146,7 @@ def test_screens_match_the_golden_files(screens: Screens, command: str) -> None:
     text = with_placeholders(screens.terminal[command].text)
     if command == "plan" and not IS_PINNED:  # figures have other numbers of digits, and lines fold elsewhere
         pytest.skip(REASON)
-    path = GOLDEN / f"{command}-{COLUMNS}.txt"
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    check_golden(GOLDEN / f"{command}-{COLUMNS}.txt", text)
 
 
 def test_colours_are_used_on_terminals_unless_no_color_is_set(screens: Screens) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from applied import Applied
 
 from hwopt.errors import PluginError
 from hwopt.planning.plan import Plan
@@ -13,14 +14,11 @@ from hwopt.plugin.run_view import RunView
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
 
-class Base(Plugin):
+class Base(Applied):
     stage = Stage.OPTIMIZER
 
     class Options(PluginOptions):
         value: int = 0
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
 
 def plan_with(folder: Path, *plugins: type[Plugin], strict: bool = False, **tables: dict[str, Any]) -> Plan:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from applied import Applied
+from golden_files import check_golden
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,23 +91,16 @@ def golden_text(profile: str) -> str:
 
 @pytest.mark.parametrize("profile", SEEDS)
 def test_plans_match_the_golden_files(profile: str) -> None:
-    path, made = GOLDEN / f"{profile}.txt", golden_text(profile)
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        path.write_text(made, encoding="utf-8")
-    assert made == path.read_text(encoding="utf-8")
+    check_golden(GOLDEN / f"{profile}.txt", golden_text(profile))
 
 
-class One(Plugin):
+class One(Applied):
     """A plugin without effect. Tests derive from it."""
 
     name = "one"
-    stage = Stage.MODEL
 
     class Options(PluginOptions):
         value: int = 1
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
 
 def registry_of(*plugins: type[Plugin]) -> Registry:

@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from applied import Applied
 from event_calls import calling
 from plugin_cases import Refused, all_cases
 
@@ -12,7 +13,7 @@ from hwopt.config.profile import load_profile
 from hwopt.errors import PluginError
 from hwopt.hardware.detect import detect_host, detect_software
 from hwopt.hardware.device import described
-from hwopt.plugin import Conflict, Context, Decision, Plugin, Recipe, Stage, Traits
+from hwopt.plugin import Conflict, Context, Plugin, Recipe, Stage, Traits
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -48,14 +49,11 @@ def test_every_declared_conflict_is_refused_with_both_lines_of_the_profile(tmp_p
     assert [conflict.why for _, conflict in declared() if not any(conflict.why in message for message in messages)] == []
 
 
-class Third(Plugin):
+class Third(Applied):
     """An optimizer plugin of a third party."""
 
     name = "third"
     stage = Stage.OPTIMIZER
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer = sorted

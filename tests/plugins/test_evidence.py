@@ -5,10 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from applied import Applied
 from plugin_cases import LAYERS, Mutation, Part, all_cases, cases, check_mutation, mutations
 
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Evidence, Plugin, RunView, Stage
+from hwopt.plugin import Evidence, Plugin, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_LLAMA, Recorder, plan_for, tiny_job, tiny_profile, train_tiny
 from hwopt.testing.plugin_contract import observed_evidence
@@ -87,12 +88,9 @@ def test_evidence_of_an_optimization_that_ends_after_the_first_step_is_inactive(
     assert any(f"plugin '{name}' was active after the first step and is not any more" in text for text in recorder.warnings)
 
 
-class Trusting(Plugin):
+class Trusting(Applied):
     name = "trusting"
     stage = Stage.LOOP
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always on")
 
     def evidence(self, run: RunView) -> Evidence:
         return Evidence.active("on") if self.options.on else Evidence.inactive("off")

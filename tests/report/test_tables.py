@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from golden_files import check_golden
 from report.printed import printed
 from report.run_folders import PLAN, changed
 
@@ -118,10 +118,8 @@ def test_blocks_leave_out_what_is_absent() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_match_the_golden_files(table: Callable[[Terminal], None]) -> None:
-    path, made = GOLDEN / f"{table.__name__}-80.txt", printed(table, 80)
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        path.write_text(made, encoding="utf-8")
-    assert made == path.read_text(encoding="utf-8")
+    made = printed(table, 80)
+    check_golden(GOLDEN / f"{table.__name__}-80.txt", made)
     assert max(map(len, made.splitlines())) <= 80
 
 

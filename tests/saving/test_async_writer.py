@@ -5,10 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from applied import Applied
 from safetensors.torch import load_file
 
 from hwopt import api
-from hwopt.plugin import Context, Decision, Evidence, Plugin, Recipe, RunView, Stage
+from hwopt.plugin import Context, Evidence, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -26,11 +27,8 @@ class Bag(torch.nn.Module):
         return SimpleNamespace(logits=self.head(self.embedding(input_ids).mean(1)))
 
 
-class OwnModel(Plugin):
+class OwnModel(Applied):
     name, stage, effect = "own_model", Stage.MODEL, "method"
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("a model of torch alone")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(lambda model, run: Bag(model.get_input_embeddings().num_embeddings))

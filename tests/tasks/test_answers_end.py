@@ -1,7 +1,6 @@
 """A model that has learned an answer by heart stops where the answer ends, with each chat template that TRL ships."""
 
 import json
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from cases import DAILY, named
 from chat_templates import TEMPLATES, byte_tokenizer
 from documentation import ROOT
+from golden_files import check_part
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
 from hwopt import api
@@ -196,8 +196,4 @@ def test_documented_ends_are_these() -> None:
         end = tokenizer.decode(ChatTemplate(tokenizer, "all").end_token()).replace("|", "\\|")
         names["the end of a text" if name.startswith("mistral") else f"`{end}`"].append(name)
     rows = [f"| {end} | {', '.join(found)} |" for end, found in names.items()]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    made = before + BEGIN + "\n".join(["| end | templates |", "|---|---|", *rows, ""]) + END + rest.partition(END)[2]
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        PAGE.write_text(made, encoding="utf-8")
-    assert made == PAGE.read_text(encoding="utf-8")
+    check_part(PAGE, BEGIN, "\n".join(["| end | templates |", "|---|---|", *rows, ""]), END)

@@ -151,20 +151,6 @@ def test_loss_is_the_sum_that_torch_averages(smoothing: float) -> None:
     assert (plain == summed) == (smoothing == 0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys"),
-    [
-        (rows_with(SETS * 5), {"label": "labels"}),
-        (rows_with(["a; b", "b", "c", "a;c"] * 5), {"label": "labels", "label_delimiter": ";"}),
-        ([{"text": "t", "toxic": n % 2, "insult": n % 3 == 0} for n in range(20)], {"label": ["toxic", "insult"]}),
-    ],
-    ids=["lists", "delimited", "flags"],
-)
-def test_columns_are_recognised(rows: list[dict[str, Any]], keys: dict[str, Any], tmp_path: Path) -> None:
-    found = recognise(write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert (found.kind, found.keys) == ("multi-label-classification", {"text": ["text"], **keys})
-
-
 def test_categorical_text_is_read(tmp_path: Path) -> None:
     columns = {"text": ["one", "two", "three", "four"], "labels": [", ".join(labels) for labels in SETS]}
     table = pa.table({name: pa.array(values).dictionary_encode() for name, values in columns.items()})

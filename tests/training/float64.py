@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from applied import Applied
 
 from hwopt.config.job import make_job
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.training.build import build
 from hwopt.training.run import Run
 
 
-class Float64(Plugin):
+class Float64(Applied):
     name = "width"
-    stage = Stage.MODEL
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of exactness")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_kwargs["dtype"] = torch.float64

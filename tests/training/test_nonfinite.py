@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from applied import Applied
 
 from hwopt import api
 from hwopt.config.job import make_job
 from hwopt.config.toml import Document
 from hwopt.errors import NonFiniteError
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, PluginOptions, Recipe, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.writer import AsyncWriter
 from hwopt.testing import Recorder, plan_for, tiny_job, tiny_profile
@@ -29,7 +30,7 @@ PARAMETERS = 12
 """Parameters of which one is poisoned, evenly spaced over the model."""
 
 
-class Poison(Plugin):
+class Poison(Applied):
     """Makes the loss, or the gradient of one parameter, non-finite in one micro-batch of some steps."""
 
     name = "poison"
@@ -45,9 +46,6 @@ class Poison(Plugin):
         model_config = PluginOptions.model_config | {"allow_inf_nan": True}
 
     options: Options
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("tests non-finite numbers")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         poisoning = Poisoning(self.options)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from applied import Applied
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_linear_schedule_with_warmup, get_scheduler
@@ -14,7 +15,7 @@ from hwopt import api
 from hwopt.config.job_training import Training
 from hwopt.errors import InputError, PluginError
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, RunView, Stage
+from hwopt.plugin import Context, Plugin, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.saving.reader import load_checkpoint
 from hwopt.testing import Recorder, plan_for, rewound, saved_bits, tiny_job, tiny_profile, train_tiny
@@ -31,26 +32,20 @@ def regrouped(optimizer: Any, run: RunView) -> Any:
     return optimizer
 
 
-class Regroup(Plugin):
+class Regroup(Applied):
     name = "regroup"
     stage = Stage.OPTIMIZER
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("regroups the parameters")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.optimizer_wraps.append(regrouped)
 
 
-class OneRate(Plugin):
+class OneRate(Applied):
     """Biases learn at ten times the rate."""
 
     name = "one_rate"
     stage = Stage.OPTIMIZER
     _dropped = ""
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("two learning rates")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.parameter_groups = type(self).groups

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from applied import Applied
 
 from hwopt.hardware.device import Hardware, described
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Choice, Context, Decision, Plugin, PluginOptions, Recipe, Scale, Stage
+from hwopt.plugin import Choice, Context, PluginOptions, Recipe, Scale, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 from hwopt.trials.space import Space
@@ -18,7 +19,7 @@ from hwopt.trials.trial import what_runs
 CARD = described("a card", (8, 6), 24.0)
 
 
-class Rows(Plugin):
+class Rows(Applied):
     """Offers another number of rows per optimizer step, which is another training."""
 
     name = "rows"
@@ -28,9 +29,6 @@ class Rows(Plugin):
         step: int = 8
 
     options: Options
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply(f"{self.options.step} rows per step")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.batch["effective"] = self.options.step

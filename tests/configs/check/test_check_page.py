@@ -3,11 +3,11 @@
 `HWOPT_UPDATE_GOLDEN=1 pytest tests/configs/check/test_check_page.py` rewrites the table.
 """
 
-import os
 from pathlib import Path
 
 from command_line import hwopt
 from documentation import ROOT, read_page
+from golden_files import check_part
 
 from hwopt.configs.check.checker import installed_rules
 
@@ -25,13 +25,7 @@ def rules_table() -> str:
 
 
 def test_table_of_rules_is_that_of_the_registry() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = f"{before}{BEGIN}{rules_table()}{END}{after}"
-    if os.environ.get("HWOPT_UPDATE_GOLDEN"):
-        PAGE.write_text(made, encoding="utf-8")
-    assert made == PAGE.read_text(encoding="utf-8")
+    check_part(PAGE, BEGIN, rules_table(), END)
 
 
 def test_example_is_the_real_output(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ COLUMNS: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
         TEXT_AND_LABEL | {"label": "labels"},
     ),
     ("multi-label-classification", rows_of(text="t {n}", labels=[["a", "b"], "a"]), TEXT_AND_LABEL | {"label": "labels"}),
+    ("multi-label-classification", rows_of(text="t {n}", labels=[["b"], ["a", "c"], []]), TEXT_AND_LABEL | {"label": "labels"}),
+    (
+        "multi-label-classification",
+        rows_of(text="t {n}", labels=["a; b", "b", "c", "a;c"]),
+        TEXT_AND_LABEL | {"label": "labels", "label_delimiter": ";"},
+    ),
+    (
+        "multi-label-classification",
+        rows_of(text="t", toxic=[0, 1], insult=[True, False, False]),
+        TEXT_AND_LABEL | {"label": ["toxic", "insult"]},
+    ),
     ("multi-label-classification", rows_of(text="a text {n}", terms="['cs.CV', '{class}']"), TEXT_AND_LABEL | {"label": "terms"}),
 ]
 

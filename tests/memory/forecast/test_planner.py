@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from applied import Applied
 from cases import examples, named
 from cli.test_cli import write_job
 from click.testing import CliRunner
@@ -32,7 +33,7 @@ from hwopt.memory.trace.cuda_emulation import kept_workspaces
 from hwopt.memory.trace.traced_step import fake_step_functions
 from hwopt.memory.trace.tracer import trace_key, trace_plan
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Events, MemorySpec, Plugin, Recipe, RunView, Stage
+from hwopt.plugin import Context, Events, MemorySpec, Recipe, RunView, Stage
 from hwopt.plugin.registry import Registry
 from hwopt.report.comparison import show_plans
 from hwopt.report.memory import show_memory
@@ -131,14 +132,10 @@ def test_any_shape_follows_from_two_traces(tmp_path: Path) -> None:
         check()
 
 
-class Hoard(Plugin):
+class Hoard(Applied):
     """A third-party plugin that keeps a copy of the weights."""
 
     name = "hoard"
-    stage = Stage.MODEL
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of the planner")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(self.hoard)
@@ -168,14 +165,11 @@ class LateHoard(Hoard):
         recipe.events.append(Copies())
 
 
-class TwoWidths(Plugin):
+class TwoWidths(Applied):
     """Pads micro-batches to 16 or 48 tokens."""
 
     name = "two_widths"
     stage = Stage.DATA
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test of the planner")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.batch["widths"] = (16, 48)

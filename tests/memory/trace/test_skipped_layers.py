@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from applied import Applied
 from cases import examples, named
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hwopt.memory.trace.layer_kinds import contexts, layer_kinds, layers_to_run
 from hwopt.memory.trace.timeline import Timeline
 from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import TINY_BERT, TINY_LLAMA, plan_for, tiny_job, tiny_profile
 
@@ -111,14 +112,10 @@ def test_extended_trace_equals_the_whole_trace(case: tuple[dict[str, Any], dict[
     check_equal_to_whole(planned(tmp_path, *case))
 
 
-class OddLayer(Plugin):
+class OddLayer(Applied):
     """Makes one layer in the middle of the stack wider than the others."""
 
     name = "odd_layer"
-    stage = Stage.MODEL
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(self.widen)
