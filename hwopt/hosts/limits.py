@@ -213,11 +213,12 @@ def check_states(run: Any, trainer: Any) -> None:
     if run.recipe.optimizer is None:
         return
     cls, theirs = type(run.optimizer), trainer.get_optimizer_cls_and_kwargs(trainer.args, run.inner_model)[0]
-    own, usual = ("state1" if each.__module__.startswith("bitsandbytes") else "exp_avg" for each in (cls, theirs))
-    states, name = [each for each in run.optimizer.state.values() if each], plugin_aliases()["optim"].split(".")[1]
-    if states and not any(own in each for each in states):  # the first step would miss them
+    ours, usual = (each.__module__.startswith("bitsandbytes") for each in (cls, theirs))  # its states have names of their own
+    states = [each for each in run.optimizer.state.values() if each]
+    if states and any("state1" in each for each in states) != ours:  # the first step would miss them
+        name = plugin_aliases()["optim"].split(".")[1]
         raise InputError(f"the checkpoint has the states of another optimizer than {cls.__name__}: resume with {name}=False")
-    if own != usual:
+    if ours != usual:
         optim = getattr(trainer.args.optim, "value", trainer.args.optim)
         run.say(f"checkpoints hold the states of {cls.__name__}: your script resumes with that optim, not {optim!r}")
 

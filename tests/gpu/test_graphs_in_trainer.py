@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.scripts import Steps, bert, llama, reset, train
+from datasets import Dataset
+from hosts.scripts import Steps, bert, llama, reset, rows, train
 from plugin_cases import release_memory
 from transformers import Trainer, TrainingArguments
 
@@ -45,6 +46,7 @@ def with_input_gradients() -> Any:
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "last step of an epoch": (bert, {"gradient_accumulation_steps": 5}),
+    "stream that ends within a step": (bert, {"data": Dataset.from_list(rows(40)).to_iterable_dataset()}),
     "fp16": (bert, {"fp16": True}),
     "bf16": (with_dropout, {"bf16": True, "gradient_accumulation_steps": 1}),
     "causal": (llama, {}),

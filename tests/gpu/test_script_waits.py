@@ -26,7 +26,9 @@ pytestmark = [
 SCRIPTS: Any = program("your_script")
 
 
-@pytest.mark.parametrize("name", ["Trainer, stream", "Trainer, causal", "RewardTrainer", "SentenceTransformerTrainer"])
+@pytest.mark.parametrize(
+    "name", ["Trainer, classes", "Trainer, stream", "Trainer, causal", "RewardTrainer", "SentenceTransformerTrainer"]
+)
 def test_step_launches_and_waits_no_more_than_the_unmodified_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCRIPTS, "ARGUMENTS", SCRIPTS.ARGUMENTS | SCRIPTS.CARD_ARGUMENTS)
     script = SCRIPTS.scripts()[name]

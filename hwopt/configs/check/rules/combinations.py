@@ -38,6 +38,10 @@ def among(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
+def fraction(value: Any) -> bool:
+    return 0 <= value < 1
+
+
 def off(value: Any) -> bool:
     """Whether a setting is not on or not given, which a finding does not mention, unlike `not_`."""
     return not value
@@ -204,13 +208,13 @@ RANGES: Mapping[str, Range] = {
         "At 0 no weight changes; above 1 training diverges.", 2e-5),
     "weight_decay": Range(lambda value: 0 <= value <= 1, "from 0 to 1",
         "Far more decay than AdamW's 0.01 pulls all weights to 0.", 0.01, "warning"),
-    "adam_beta1": Range(lambda value: 0 <= value < 1, FRACTION, MEAN, 0.9),
-    "adam_beta2": Range(lambda value: 0 <= value < 1, FRACTION, MEAN, 0.999),
+    "adam_beta1": Range(fraction, FRACTION, MEAN, 0.9),
+    "adam_beta2": Range(fraction, FRACTION, MEAN, 0.999),
     "adam_epsilon": Range(lambda value: 0 <= value <= 1, "from 0 to 1", "Updates are divided by it: nearly none is left.", 1e-8),
-    "label_smoothing_factor": Range(lambda value: 0 <= value < 1, FRACTION, "At 1 the labels have no effect.", 0.1),
+    "label_smoothing_factor": Range(fraction, FRACTION, "At 1 the labels have no effect.", 0.1),
     "lora_r": Range(lambda value: value >= 1, "at least 1", "PEFT stops: the adapter has no rank.", 16),
     "lora_alpha": Range(positive, "above 0", "alpha / r scales the adapter: at 0 it has no effect.", 16),
-    "lora_dropout": Range(lambda value: 0 <= value < 1, FRACTION, "At 1 the adapter gets no input.", 0.05),
+    "lora_dropout": Range(fraction, FRACTION, "At 1 the adapter gets no input.", 0.05),
     "per_device_train_batch_size": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a batch has no rows.", 8),
     "gradient_accumulation_steps": Range(lambda value: value >= 1, "at least 1", "The trainer stops: a step has no rows.", 1),
     "max_grad_norm": Range(lambda value: value >= 0, "at least 0", "A negative norm turns the gradients round.", 1.0),
