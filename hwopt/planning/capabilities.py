@@ -26,7 +26,6 @@ BERT_BASE = ModelFacts(
     hidden_size=768,
     vocab_size=30_522,
     max_positions=512,
-    is_decoder=False,
     supports_sdpa=True,
     supports_flash=True,
     supports_checkpointing=True,

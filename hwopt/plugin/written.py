@@ -32,7 +32,6 @@ LARGE_DECODER = ModelFacts(
     supports_sdpa=True,
     supports_flash=True,
     supports_checkpointing=True,
-    attention_dropout=0.0,
     prebuilt_mask=True,
     packing_problem="",
 )

@@ -85,7 +85,7 @@ RULE_ROWS = (
             {"lr_scheduler_type": "constant_with_warmup"}) for word in ("warmup_steps", "warmup_ratio")),
         ("information", (), {"num_train_epochs": is_number, "max_steps": positive}, "The run ends after the steps.", ""),
         ("information", TRANSFORMERS, {"save_steps": positive, "save_strategy": among("epoch", "no")}, "", ""),
-        ("warning", TRANSFORMERS, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "The default is no evaluation.",
+        ("warning", TRANSFORMERS, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "Its default is no.",
             {"eval_strategy": "steps"}),
         ("warning", TRANSFORMERS, {"torch_compile": False, "torch_compile_mode": bool}, "A mode switches compilation on.",
             "remove {torch_compile_mode}"),

@@ -11,8 +11,8 @@ from hwopt.configs.python_file import PATIENCE
 from hwopt.configs.view import View
 from hwopt.configs.words import names
 
-LEAST, USUAL, MOST = 0.03, 0.06, 0.10
-"""docs/notes.md#rtx-3070-64-rows: 3 to 10 %."""
+LEAST, USUAL, MOST, ENOUGH = 0.03, 0.06, 0.10, 100
+"""docs/notes.md#rtx-3070-64-rows: 3 to 10 %. So many steps are enough for a long run too, in whose share they are small."""
 BEST, METRIC, GREATER = "load_best_model_at_end", "metric_for_best_model", "greater_is_better"
 SMALLER = names("loss perplexity ppl wer cer mse rmse mae mape error")
 LARGER = names("accuracy accuracies acc f1 precision recall auc mcc bleu sacrebleu rouge rouge1 rouge2 rougel rougelsum margins")
@@ -38,7 +38,7 @@ def warmup_share(view: View, facts: Facts) -> Iterator[Finding]:
         if total is None:
             return
         share, usual = steps / total, max(1, round(USUAL * total))
-    if share <= 0 or LEAST <= round(share, 6) <= MOST:
+    if share <= 0 or LEAST <= round(share, 6) <= MOST or (share < LEAST and share * (total or 0) >= ENOUGH):
         return
     effect = "Steps with a low rate are lost." if share > MOST else "Adam's first steps are noisy at the full rate."
     if share >= 1:
