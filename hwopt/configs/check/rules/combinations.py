@@ -39,7 +39,7 @@ def among(*values: Any) -> Callable[[Any], bool]:
 
 
 def fraction(value: Any) -> bool:
-    return 0 <= value < 1
+    return bool(0 <= value < 1)
 
 
 def off(value: Any) -> bool:
