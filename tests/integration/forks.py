@@ -33,6 +33,8 @@ def forked(work: Callable[[], None], output: Path | None = None) -> int:
         silence = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
+        if compiler := sys.modules.get("torch._inductor.async_compile"):
+            compiler.AsyncCompile.pool.cache_clear()  # its threads are not in the fork, where a compile would wait for them
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # pytest's streams are captured
         work()
         code = 0
