@@ -216,7 +216,7 @@ class Adapter(hw.Plugin):
             why = f"fewer than {MIN_PARAMETERS / 1e6:,.0f} M: all weights are trained unless plugins.adapter.always = true"
             return hw.Decision.skip(f"{size}, {why}")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
-        if self.options.kind == "dora" and isinstance(self.options.target_modules, str) and adapts_experts(context.model):
+        if self.options.kind == "dora" and self.options.target_modules == "all-linear" and adapts_experts(context.model):
             return hw.Decision.fallback(self.options.changed(kind="lora"), "LoRA: PEFT has no DoRA for the experts of this model")
         if self.options.kind == "dora" and self.options.lora_dropout:
             reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"
