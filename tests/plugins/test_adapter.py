@@ -166,7 +166,7 @@ def test_unknown_target_module_is_refused():
 
 @pytest.mark.filterwarnings(UNMATCHED)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_dora_becomes_lora_where_peft_has_it_for_no_experts(kind):
+def test_dora_becomes_lora_for_experts_that_peft_adapts(kind):
     config = AutoConfig.for_model(**{**TINY_LLAMA, **SIZES, "model_type": kind, "num_experts": 2, "num_local_experts": 2})
     model = AutoModelForCausalLM.from_config(config)
     facts = replace(context().model, model_type=kind, other_weights={"layers.*.mlp.experts.down_proj": 1})
