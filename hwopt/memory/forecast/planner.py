@@ -48,8 +48,13 @@ HOST_FRACTION = 0.85
 
 def reserve_gib(hardware: Hardware) -> float:
     """Return the memory that tensors cannot use. A memory limit applies to the allocator, which excludes the context."""
-    context = 0.0 if hardware.memory_limit_gib is not None else CONTEXT_GIB.get(hardware.architecture, UNKNOWN_CONTEXT_GIB)
+    context = 0.0 if hardware.memory_limit_gib is not None else context_gib(hardware)
     return context + FORECAST_ERROR * hardware.free_memory_gib
+
+
+def context_gib(hardware: Hardware) -> float:
+    """Return the memory of CUDA's context, which nvidia-smi counts and torch's allocator does not."""
+    return CONTEXT_GIB.get(hardware.architecture, UNKNOWN_CONTEXT_GIB)
 
 
 def plan_memory(plan: Plan, cache: Path, lengths: Lengths | None = None) -> MemoryPlan:
