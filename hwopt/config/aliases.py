@@ -114,6 +114,11 @@ def plugin_aliases() -> Mapping[str, str]:
     return found
 
 
+def plugin_of(word: str) -> str:
+    """The name of the plugin that has an option for the argument `word`."""
+    return plugin_aliases()[word].split(".")[1]
+
+
 def instead_of(name: str) -> str:
     """The key to give for a `name` that is unknown in its table; "" for an unknown name."""
     word = SYNONYMS.get(name, name)

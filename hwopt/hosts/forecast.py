@@ -16,6 +16,7 @@ from pyarrow import compute
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hwopt.config.aliases import plugin_of
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.toml import Document
 from hwopt.errors import HwoptError, InputError
@@ -24,7 +25,7 @@ from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
 from hwopt.hosts.limits import TRAINER_LACKS, lacks_of, overridden, own_loss, own_passes
 from hwopt.hosts.peft_options import LORA, QUANTIZED, adapter_options, quantize_options
-from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, plugin_of, task_of, transformers_model
+from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
 from hwopt.memory.forecast.planner import plan_memory
 from hwopt.memory.trace.tracing_process import spent

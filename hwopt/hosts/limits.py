@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hwopt.config.aliases import plugin_aliases
+from hwopt.config.aliases import plugin_of
 from hwopt.errors import InputError
 from hwopt.planning.decisions import PluginDecision
 from hwopt.planning.parts import HostSets
@@ -216,8 +216,8 @@ def check_states(run: Any, trainer: Any) -> None:
     ours, usual = (each.__module__.startswith("bitsandbytes") for each in (cls, theirs))  # its states have names of their own
     states = [each for each in run.optimizer.state.values() if each]
     if states and any("state1" in each for each in states) != ours:  # the first step would miss them
-        name = plugin_aliases()["optim"].split(".")[1]
-        raise InputError(f"the checkpoint has the states of another optimizer than {cls.__name__}: resume with {name}=False")
+        leave_out = f"resume with {plugin_of('optim')}=False"
+        raise InputError(f"the checkpoint has the states of another optimizer than {cls.__name__}: {leave_out}")
     if ours != usual:
         optim = getattr(trainer.args.optim, "value", trainer.args.optim)
         run.say(f"checkpoints hold the states of {cls.__name__}: your script resumes with that optim, not {optim!r}")

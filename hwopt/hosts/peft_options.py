@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hwopt.hosts.script_plan import plugin_of
+from hwopt.config.aliases import plugin_of
 from hwopt.plugin.imports import options_from
 from hwopt.plugin.registry import Registry
 

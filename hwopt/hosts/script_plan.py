@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedModel
 
-from hwopt.config.aliases import plugin_aliases
+from hwopt.config.aliases import plugin_aliases, plugin_of
 from hwopt.config.job import JobFile, make_job
 from hwopt.config.profile import DataDefaults, Profile
 from hwopt.config.task_kinds import task_facts
@@ -245,11 +245,6 @@ def sizes_of(script: Script, profile: Mapping[str, Mapping[str, Any]], tables: M
             f"{theirs} rows. If hwopt.fits says that they fit, {name}={{{option!r}: {theirs!r}}} takes them"
         )
     return [f"{plugin_aliases()[word]}={rows}" for word, rows in sizes.items()], line
-
-
-def plugin_of(word: str) -> str:
-    """The name of the plugin that has an option for the argument `word`."""
-    return plugin_aliases()[word].split(".")[1]
 
 
 def options_for(word: str, value: Any, registry: Registry) -> Mapping[str, Any]:

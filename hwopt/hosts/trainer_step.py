@@ -244,8 +244,9 @@ class TrainerStep:
     def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
         self.passes.begin(model, compute, count)
         total = None
-        passes = self.passes if any(p.grad is not None for p in inner(model).parameters()) else self.run.forward_backward
-        plain = passes is self.passes  # also for a stream that ended within a step: a graph starts from gradients of zero
+        left = any(p.grad is not None for p in self.run.engine.parameters)  # by a stream that ended within a step
+        passes = self.passes if left else self.run.forward_backward  # a graph starts from gradients of zero
+        plain = passes is self.passes
         with weights_cast_once(inner(model), self.run.device) if plain and len(parts) > 1 else nullcontext():
             for number, part in enumerate(parts):
                 loss = passes(part, number == 0, number == len(parts) - 1, not_timed)

@@ -22,7 +22,6 @@ from hwopt.text import truncate
 
 ROW_END = -1  # between the words of two samples, in both predictions and targets
 
-
 OTHER_LETTERS = {"L": "E", "U": "S", "M": "I", "W": "S"}
 """Letter of BILOU or BMEWO -> the one that seqeval knows for the same place in an entity."""
 

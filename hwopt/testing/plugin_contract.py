@@ -84,7 +84,6 @@ ROUNDING, HALF_ROUNDING = 1e-4, 2e-2
 """Largest relative difference of a loss that rounding explains, in fp32 and with lower precision. A sample that is left out, or a
 document that sees another one, changes a loss of the tiny model by more than the first."""
 
-
 NOT_OBSERVED = ("plan", "recipe", "training", "batch", "loss")
 """Attributes of a run that say what was asked for, not what runs. `loss` is the recipe's."""
 

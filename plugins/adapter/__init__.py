@@ -44,9 +44,9 @@ def classification_heads(model: Any) -> list[str]:
     return [name for name, child in model.named_children() if name != model.base_model_prefix and [*child.parameters()]]
 
 
-def adapts_experts(model: hw.ModelFacts) -> bool:
+def adapts_experts(options: Adapter.Options, model: hw.ModelFacts) -> bool:
     """Whether PEFT adapts the experts of a mixture, each layer's as one parameter. For those it has LoRA without dropout only."""
-    if not model.other_weights:
+    if options.target_modules != "all-linear" or not model.other_weights:
         return False
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -216,8 +216,9 @@ class Adapter(hw.Plugin):
             why = f"fewer than {MIN_PARAMETERS / 1e6:,.0f} M: all weights are trained unless plugins.adapter.always = true"
             return hw.Decision.skip(f"{size}, {why}")
         reason = f"{self.options.kind} r={self.options.r} on {self.options.target_modules}: {size}"
-        if self.options.kind == "dora" and self.options.target_modules == "all-linear" and adapts_experts(context.model):
-            return hw.Decision.fallback(self.options.changed(kind="lora"), "LoRA: PEFT has no DoRA for the experts of this model")
+        if (self.options.kind == "dora" or self.options.lora_dropout) and adapts_experts(self.options, context.model):
+            to = self.options.changed(kind="lora", lora_dropout=0.0)
+            return hw.Decision.fallback(to, f"PEFT adapts the experts of this model only by LoRA without dropout: {size}")
         if self.options.kind == "dora" and self.options.lora_dropout:
             reason += f"; dropout {self.options.lora_dropout:g} uses DoRA's slower path"
         return hw.Decision.apply(reason)

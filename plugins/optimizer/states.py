@@ -99,10 +99,9 @@ def reserving_optimizer(name: str, on_card: bool, groups: list[dict[str, Any]]) 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 state, temporary = torchao_bytes(p, bits) if bits else (paged_bytes(p, "8bit" in name), ())
-                temporary = () if one_kernel else temporary
                 if not self.state[p]:
                     self.state[p] = {f"reserved {number}": part for number, part in enumerate(self.reserve(p, state))}
-                self.reserve(p, temporary)
+                self.reserve(p, () if one_kernel else temporary)
 
         def reserve(self, like: Any, sizes: tuple[float, ...]) -> list[Any]:
             return [torch.empty(int(size), dtype=torch.uint8, device=like.device) for size in sizes]

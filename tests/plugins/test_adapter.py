@@ -166,14 +166,14 @@ def test_unknown_target_module_is_refused():
 
 @pytest.mark.filterwarnings(UNMATCHED)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_dora_becomes_lora_for_experts_that_peft_adapts(kind):
+@pytest.mark.parametrize("options", [Adapter.Options(kind="dora"), Adapter.Options(lora_dropout=0.1)], ids=["dora", "dropout"])
+def test_experts_that_peft_adapts_get_lora_without_dropout(kind, options):
     config = AutoConfig.for_model(**{**TINY_LLAMA, **SIZES, "model_type": kind, "num_experts": 2, "num_local_experts": 2})
     model = AutoModelForCausalLM.from_config(config)
     facts = replace(context().model, model_type=kind, other_weights={"layers.*.mlp.experts.down_proj": 1})
-    decision = Adapter(Adapter.Options(kind="dora")).probe(replace(context(), model=facts))
+    decision = Adapter(options).probe(replace(context(), model=facts))
     assert decision.kind == ("apply" if kind == "gpt_oss" else "fallback")
-    (options,) = decision.options or [Adapter.Options(kind="dora")]
-    add_adapter(model, options=options, task="CAUSAL_LM")
+    add_adapter(model, options=next(iter(decision.options), options), task="CAUSAL_LM")
 
 
 def test_small_models_get_an_adapter_only_with_always():

@@ -39,7 +39,7 @@ def among(*values: Any) -> Callable[[Any], bool]:
 
 
 def fraction(value: Any) -> bool:
-    return bool(0 <= value < 1)
+    return is_number(value) and 0 <= value < 1
 
 
 def off(value: Any) -> bool:
@@ -85,7 +85,7 @@ RULE_ROWS = (
             {"lr_scheduler_type": "constant_with_warmup"}) for word in ("warmup_steps", "warmup_ratio")),
         ("information", (), {"num_train_epochs": is_number, "max_steps": positive}, "The run ends after the steps.", ""),
         ("information", TRANSFORMERS, {"save_steps": positive, "save_strategy": among("epoch", "no")}, "", ""),
-        ("warning", TRANSFORMERS, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "Its default is no.",
+        ("warning", TRANSFORMERS, {"eval_steps": positive, "eval_strategy": among(None, "no")}, "Nothing is evaluated.",
             {"eval_strategy": "steps"}),
         ("warning", TRANSFORMERS, {"torch_compile": False, "torch_compile_mode": bool}, "A mode switches compilation on.",
             "remove {torch_compile_mode}"),
