@@ -106,13 +106,16 @@ def labels_in(batch: Batch, shifted: bool) -> int:
     return sum(labels_of(batch, shifted))
 
 
-def on_host(batch: Batch) -> Batch:
-    """`batch`, whose mask and labels are copied to the host if they are on a GPU: the host waits once, and launches no kernel."""
-    far = [key for key in ("attention_mask", "labels") if key in batch and batch[key].device.type == "cuda"]
-    copies = {key: batch[key].to("cpu", non_blocking=True) for key in far}
-    if copies:
+def on_host(batches: Sequence[Batch]) -> list[Batch]:
+    """`batches`; masks and labels on a GPU are copied to the host. The host waits once for all, and launches no kernel."""
+
+    def is_far(key: str, value: Any) -> bool:
+        return key in ("attention_mask", "labels") and isinstance(value, Tensor) and value.device.type == "cuda"
+
+    copies = [{key: batch[key].to("cpu", non_blocking=True) for key in batch if is_far(key, batch[key])} for batch in batches]
+    if any(copies):
         torch.cuda.current_stream().synchronize()
-    return {**batch, **copies}
+    return [{**batch, **copied} for batch, copied in zip(batches, copies, strict=True)]
 
 
 def micro_batches(
@@ -137,12 +140,12 @@ def micro_batches(
         parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id, widths=widths)
         return [replace(part, inputs=as_halves(part.inputs)) for part in parts]
     found: list[CollatedPart] = []
-    for batch, mean_over in units(batches, law, pad_id):
+    joined = list(units(batches, law, pad_id))
+    for (batch, mean_over), seen in zip(joined, on_host([batch for batch, _ in joined]), strict=True):
         count = rows_of(batch)
         if count is None:
             found.append(CollatedPart(dict(batch), 1.0, (width_of(batch),)))
             continue
-        seen = on_host(batch)
         lengths = lengths_of(seen)
         padded = [widths.of(length) for length in lengths] if pad_id is not None and is_padded(batch) else lengths
         labels = labels_of(seen, shifted) if law == "labels" else []

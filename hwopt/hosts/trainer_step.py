@@ -25,6 +25,7 @@ from hwopt.hosts.collated import (
     ignores_rows,
     labels_in,
     micro_batches,
+    on_host,
     rows_of,
     sent,
     unsliceable,
@@ -92,12 +93,12 @@ class TrainerStep:
         self.trainer, self.run, self.compute_loss, self.additive = trainer, run, compute_loss, additive
         self.passes = TrainerPasses(trainer, run)
         self.widths = Widths()  # what micro-batches are padded to
-        self.law: Additivity | None = None  # how the loss adds up; None before the first step
+        self.law = Additivity(None, "unknown before the first step")  # how the loss adds up
         self.batches: list[Batch] = []
 
     @property
     def is_split(self) -> bool:
-        return self.law is not None and self.law.law is not None
+        return self.law.law is not None
 
     def begin(self, batches: list[Batch], counted: bool) -> None:
         """`batches` are those of the next step; `counted`: their labels were counted for the model."""
@@ -114,8 +115,7 @@ class TrainerStep:
         if not self.is_split:
             sizes = [(rows_of(each) or 1, 0) for each in ([inputs] if self._left else self.batches)]
             self.run.last_step_batch = ScriptStep(self.run.step, (), sizes, self._pinned)
-            why = self.law.reason if self.law else ""
-            return loss_of_whole(self.trainer, compute, inputs, count, len(self.batches) == 1, why)
+            return loss_of_whole(self.trainer, compute, inputs, count, len(self.batches) == 1, self.law.reason)
         if self._left:
             return torch.zeros((), device=self.trainer.args.device)
         return self._whole_step(model, compute, count)
@@ -216,14 +216,16 @@ class TrainerStep:
 
     def _whole_step(self, model: Any, compute: Callable[..., Any], count: Any) -> Any:
         """The loss of the step, detached; its gradients are accumulated. Again in smaller micro-batches if memory runs out."""
-        run = self.run
+        run, batches = self.run, on_host(self.batches)
         cut, random_states = run.recipe.cut or cut_in_order, (torch.get_rng_state(), torch.cuda.get_rng_state_all())
+        # a stream that ended within a step has left its gradients; a failed attempt adds to them
+        left = [(each, each.grad.to("cpu", copy=True)) for each in run.engine.parameters if each.grad is not None]
         while True:
-            parts = self._parts(self.batches, self.law, cut, run.batch.train, run.backoff.rung)
+            parts = self._parts(batches, self.law, cut, run.batch.train, run.backoff.rung)
             counters = self._counters()
             try:
                 with self._gathering_nothing():
-                    total = self._accumulated(model, compute, parts, count)
+                    total = self._accumulated(model, compute, parts, count, bool(left))
                 break
             except torch.OutOfMemoryError as error:
                 if run.world_size > 1:  # the other ranks wait in the reduction of gradients
@@ -234,6 +236,8 @@ class TrainerStep:
             torch.set_rng_state(random_states[0])
             torch.cuda.set_rng_state_all(random_states[1])
             run.make_smaller(inner(model).parameters(), sum(len(part.lengths) for part in parts), reason)
+            for parameter, gradient in left:
+                parameter.grad = gradient.to(parameter.device, copy=True)
         run.backoff.step_succeeded()
         changed = self._merge_metrics(counters, parts)
         if changed and not run.steps:
@@ -241,11 +245,10 @@ class TrainerStep:
         run.last_step_batch = ScriptStep.of(run.step, parts, self._pinned, self.widths)
         return total
 
-    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any) -> Any:
+    def _accumulated(self, model: Any, compute: Callable[..., Any], parts: list[CollatedPart], count: Any, left: bool) -> Any:
+        """The loss of the step, detached. `left`: there are gradients of an earlier one, and a graph starts from zero."""
         self.passes.begin(model, compute, count)
-        total = None
-        left = any(p.grad is not None for p in self.run.engine.parameters)  # by a stream that ended within a step
-        passes = self.passes if left else self.run.forward_backward  # a graph starts from gradients of zero
+        total, passes = None, self.passes if left else self.run.forward_backward
         plain = passes is self.passes
         with weights_cast_once(inner(model), self.run.device) if plain and len(parts) > 1 else nullcontext():
             for number, part in enumerate(parts):
@@ -260,7 +263,7 @@ class TrainerStep:
 
         Returns the names whose values differ from the unmodified script's: means over tokens, least and greatest values.
         """
-        trainer, law = self.trainer, self.law.law if self.law else None
+        trainer, law = self.trainer, self.law.law
         logged: dict[str, list[Any]] = getattr(trainer, "_metrics", {}).get("train", {})
         if not logged:
             return []

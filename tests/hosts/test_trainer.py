@@ -329,6 +329,31 @@ def test_iterable_dataset_and_batches_of_other_widths_padded_by_a_token_of_the_s
     assert "the last step of an epoch" not in said
 
 
+class RunsOutOnce(Log):
+    """Memory runs out in the second micro-batch of the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                hook.remove()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        if state.global_step == 2:
+            hook = objects["model"].register_forward_pre_hook(count)
+
+
+def test_repeated_step_keeps_the_gradients_of_a_stream_that_ended_within_one(tmp_path: Path) -> None:
+    data = Dataset.from_list(rows(40)).to_iterable_dataset()
+    _, wanted = train(Trainer, tmp_path / "plain", data=data)
+    trainer, found = train(optimized(), tmp_path / "ours", data=data, callbacks=[RunsOutOnce()])
+    assert trainer._run.backoff.rung
+    assert farthest(found, wanted) < CLOSE
+
+
 def test_encoder_decoder_in_seq2seq_trainer(tmp_path: Path) -> None:
     trainer = compared(tmp_path, Seq2SeqTrainer, make=t5, changes={"kind": Seq2SeqTrainingArguments})
     assert all(len(step.sizes) > 2 for step in trainer._run.steps)
