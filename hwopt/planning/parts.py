@@ -46,8 +46,9 @@ def write(entries: tuple[PluginDecision, ...], context: Context) -> WrittenRecip
 
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
     """A new recipe, written by the plugins that are not skipped, in their order."""
-    recipe = Recipe(replacements(entries))
-    for entry in applied(entries):
+    on, replaced = list(applied(entries)), replacements(entries)
+    recipe = Recipe(replaced)
+    for entry in on:
         with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry.who, "apply()"):
             entry.plugin.apply(recipe, context)
     return recipe

@@ -57,9 +57,9 @@ def resolve(
     Raises InputError for unknown plugins and options (all at once), PluginError where plugins contradict each other or
     break, and, with `strict`, for every fallback and skip.
     """
-    card = profile.card_of(hardware)
     job = under_job(profile, job_file)
     refuse_long_samples(job, model, profile, job_file)
+    card = profile.card_of(hardware)
     context = Context(hardware, software, model, job, world_size, card, lacking or {}, profile.chosen)
     context = replace(context, tokens_per_sample=tokens_per_sample)
     decisions = decide(profile, registry, context, choices or {})
