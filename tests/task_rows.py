@@ -1,4 +1,4 @@
-"""Rows with labels for each task that labels samples or tokens."""
+"""Rows with labels for each task that labels samples or tokens, and a conversation."""
 
 import json
 import random
@@ -18,6 +18,12 @@ LABELLED: dict[str, dict[str, Any]] = {
     "multi-label-classification": {"label": "labels"},
     "token-classification": {"text": "tokens", "label": "tags"},
 }
+MESSAGES = [
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
 
 
 def write_rows(path: Path, number: int) -> Path:

@@ -1,16 +1,15 @@
 """`hwopt init`: from a data file to a job that can be planned."""
 
 import io
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import hwopt
+from task_rows import MESSAGES, write_jsonl
 
 from hwopt.config.job import Job, load_job
 from hwopt.testing import write_samples
-
-MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
 
 @pytest.fixture
@@ -23,12 +22,17 @@ def written(folder: Path, name: str = "job.toml") -> Job:
     return load_job(folder / name).job
 
 
-def test_written_job_can_be_planned_and_previewed(tmp_path: Path) -> None:
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": MESSAGES}) + "\n") * 20)
-    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
+def said_of(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """What `hwopt init` says of conversations."""
+    write_jsonl(folder / "chat.jsonl", rows)
+    made = hwopt("init", "chat.jsonl", "--yes", cwd=folder)
     assert (made.returncode, made.stderr) == (0, "")
+    return made.stdout
+
+
+def test_written_job_can_be_planned_and_previewed(tmp_path: Path) -> None:
+    assert "hwopt run job.toml --profile cpu" in said_of(tmp_path, [{"messages": MESSAGES}] * 20)
     assert written(tmp_path).task.kind == "causal-lm"
-    assert "hwopt run job.toml --profile cpu" in made.stdout
     planned = hwopt("plan", "--profile", "cpu", "--format", "json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).returncode == 0
@@ -42,12 +46,10 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
-    rows = [[MESSAGES[0], MESSAGES[1] | ({"reasoning_content": "A greeting"} if row % 4 == 0 else {})] for row in range(20)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert "the chat template does not write the reasoning_content of 5 of 20 conversations, the first one at" in made.stdout
-    assert "answers end with <|im_end|>" in made.stdout
+    thinking = MESSAGES[1] | {"reasoning_content": "A greeting"}
+    said = said_of(tmp_path, [{"messages": [MESSAGES[0], MESSAGES[1] if row % 4 else thinking]} for row in range(20)])
+    assert "the chat template does not write the reasoning_content of 5 of 20 conversations, the first one at" in said
+    assert "answers end with <|im_end|>" in said
 
 
 def test_conversations_with_tool_calls_give_a_job_that_trains_them(tmp_path: Path) -> None:
@@ -55,21 +57,16 @@ def test_conversations_with_tool_calls_give_a_job_that_trains_them(tmp_path: Pat
     tools = [{"type": "function", "function": {"name": name, "parameters": number}} for name in ("add", "subtract")]
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     row = {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}, MESSAGES[1]], "tools": tools}
-    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
-    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert "hwopt run job.toml" in made.stdout
-    assert "does not write" not in made.stdout
+    said = said_of(tmp_path, [row] * 20)
+    assert "hwopt run job.toml" in said
+    assert "does not write" not in said
     assert '{"name": "add", "arguments": {}}' in hwopt("plan", "--sample", "1", "--profile", "cpu", cwd=tmp_path).stdout
 
 
 def test_conversations_that_cannot_be_used_are_named_and_the_job_is_written(tmp_path: Path) -> None:
-    row = {"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}
-    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 20)
-    made = hwopt("init", "chat.jsonl", "--yes", cwd=tmp_path)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert "none of its 20 rows can be used" in made.stdout
-    assert made.stdout.endswith(
+    said = said_of(tmp_path, [{"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}] * 20)
+    assert "none of its 20 rows can be used" in said
+    assert said.endswith(
         "A run would stop here. Correct the data or job.toml, then look at a sample:\n\n"
         "hwopt plan job.toml --sample 1     # a training sample as the model sees it\n"
     )

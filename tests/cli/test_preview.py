@@ -7,19 +7,12 @@ from pathlib import Path
 import pytest
 import tomlkit
 from command_line import hwopt
-from task_rows import write_jsonl
+from task_rows import MESSAGES, write_jsonl
 
 from hwopt.cli.plan import show_preview
 from hwopt.report.terminal import Terminal
 from hwopt.tasks.preview import Preview, Span
 from hwopt.testing import TINY_LLAMA
-
-MESSAGES = [
-    {"role": "user", "content": "Hello?"},
-    {"role": "assistant", "content": "Hi."},
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
-]
 
 
 def write_job(folder: Path, model: dict[str, object], task: str, data: dict[str, object]) -> None:

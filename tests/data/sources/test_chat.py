@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_templates import FOLDER, TEMPLATES, byte_tokenizer
-from task_rows import chat_job, prepared_of, write_jsonl
+from task_rows import MESSAGES, chat_job, prepared_of, write_jsonl
 
 from hwopt.config.job import Job
 from hwopt.data.chat_template import ChatTemplate
@@ -25,12 +25,6 @@ SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"),
     *("<start_of_turn>", "<end_of_turn>"),
 )
-MESSAGES = [
-    {"role": "user", "content": "Hello?"},
-    {"role": "assistant", "content": "Hi."},
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
-]
 SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[one["role"]], "value": one["content"]} for one in MESSAGES]
 REWRITES = """{%- for message in messages %}[{{ message.role }}]
 {%- if message.role == 'assistant' and not loop.last %}(earlier){%- else %}{{ message.content }}{%- endif %}{%- endfor %}

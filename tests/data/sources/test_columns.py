@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from pinned_torch import IS_PINNED
-from task_rows import write_jsonl
+from task_rows import MESSAGES, write_jsonl
 
 from hwopt.data.sources.columns import has_many_classes, label_columns
 from hwopt.data.sources.conll_reader import looks_like_conll
@@ -21,7 +21,6 @@ from hwopt.tasks.recognition import reading_notes, recognise
 
 OTHER = "de" if IS_PINNED else "fr"  # the order of the file; Arrow 21 sorts the fields of an object
 TEXT_AND_LABEL = {"text": ["text"], "label": "label"}
-MESSAGES = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
 
 def rows_of(**columns: str | list[Any]) -> list[dict[str, Any]]:

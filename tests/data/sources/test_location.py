@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from task_rows import MESSAGES
 
 from hwopt.config.job import Data
 from hwopt.data.sources.conll_reader import CONLL_EXTENSIONS
@@ -18,7 +19,6 @@ from hwopt.errors import DataError
 from hwopt.tasks.recognition import read_any
 
 ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 0}]
-CONVERSATION = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_json_object_with_the_rows_of_a_table_is_refused(table: dict[str, Any], 
         read_rows(str(tmp_path / "a.json"))
 
 
-@pytest.mark.parametrize("row", [ROWS[0], {"messages": CONVERSATION}, {"id": [1, 2], "meta": {"a": 1}}])
+@pytest.mark.parametrize("row", [ROWS[0], {"messages": MESSAGES}, {"id": [1, 2], "meta": {"a": 1}}])
 def test_json_file_of_one_row_is_read(tmp_path: Path, row: dict[str, Any]) -> None:
     (tmp_path / "a.json").write_text(json.dumps(row))
     assert read_rows(str(tmp_path / "a.json")).table.to_pylist() == [row]
