@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from applied import Applied
 from cases import named
 from integration.forks import forked_ranks, wait_for_exit
 from integration.ranks_folder import BATCH, write_job, write_profile
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from hwopt import api
 from hwopt.errors import HwoptError
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.records.run_files import status_code
 from hwopt.report.screen import Screen
@@ -28,14 +29,11 @@ from hwopt.testing import logged, relative_error
 WEIGHTS = "final/model.safetensors"
 
 
-class Shortage(Plugin):
+class Shortage(Applied):
     """Raises out of memory at some calls of the embeddings, in forward or in backward, as the allocator does."""
 
-    name, stage = "shortage", Stage.MODEL
+    name = "shortage"
     _case: ClassVar[Case]
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(self.watch)

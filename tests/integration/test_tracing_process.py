@@ -12,12 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from applied import Applied
 
 from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace import tracing_process
 from hwopt.memory.trace.tracing_process import NotTraceable, TraceRequest, traced
 from hwopt.planning.plan import Plan
-from hwopt.plugin import Context, Decision, Plugin, Recipe, Stage
+from hwopt.plugin import Context, Recipe
 from hwopt.plugin.registry import Registry
 from hwopt.testing import plan_for, tiny_job, tiny_profile
 
@@ -125,15 +126,11 @@ def test_server_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert trace(plan) == before
 
 
-class Local(Plugin):
+class Local(Applied):
     """A plugin of a test; the tracing process cannot import this file."""
 
     name = "local"
-    stage = Stage.MODEL
     _bytes_held = 1 << 20
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("for the test")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(self.hold)

@@ -4,19 +4,16 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from applied import Applied
 
 from hwopt.config import entry_points
 from hwopt.errors import InputError, PluginError
-from hwopt.plugin import API_VERSION, Context, Decision, Plugin, PluginOptions, Relations, Stage
+from hwopt.plugin import API_VERSION, Plugin, PluginOptions, Relations
 from hwopt.plugin.registry import PLUGIN_GROUP, Registry, check_contract, contract_members
 
 
-class Good(Plugin):
+class Good(Applied):
     name = "good"
-    stage = Stage.LOOP
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
 
 def test_built_ins_come_through_entry_points() -> None:

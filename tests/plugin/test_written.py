@@ -1,20 +1,17 @@
 """The recipe fields that plugins write are found by calling apply, without declarations."""
 
 import pytest
+from applied import Applied
 from event_calls import calling
 from pydantic import Field
 
 from hwopt.errors import PluginError
-from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe, Stage
+from hwopt.plugin import Context, Decision, Plugin, PluginOptions, Recipe
 from hwopt.plugin.written import WrittenFields, written_by
 
 
-class Base(Plugin):
+class Base(Applied):
     name = "mine"
-    stage = Stage.LOOP
-
-    def probe(self, context: Context) -> Decision:
-        return Decision.apply("always works")
 
     def apply(self, recipe: Recipe, context: Context) -> None:
         recipe.model_steps.append(print)
