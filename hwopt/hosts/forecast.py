@@ -24,6 +24,7 @@ from hwopt.hardware.device import GIB, Hardware
 from hwopt.hosts.additivity import class_name
 from hwopt.hosts.arguments import has_choices, script_of
 from hwopt.hosts.limits import TRAINER_LACKS, lacks_of, overridden, own_loss, own_passes
+from hwopt.hosts.loop_memory import in_its_loop
 from hwopt.hosts.peft_options import LORA, QUANTIZED, adapter_options, quantize_options
 from hwopt.hosts.script_plan import HEADS, NAME, described_model, plan_for, task_of, transformers_model
 from hwopt.memory.forecast.lengths import Lengths
@@ -43,8 +44,6 @@ KNOWN_HEADS = (*(end for end in HEADS if end != "ForMaskedLM"), "ForSequenceClas
 """Ends of the names of classes whose logits the forecast knows."""
 SAME_STATES = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
 LENGTH = 1024  # tokens of a row if neither the data, the arguments nor the model say a number
-TILE = (4096, 32_768)  # tokens and vocabulary of the logits that TRL computes at once (trl.kernels.chunked_logprob)
-MOST_CHUNKS = 64
 WHOLE = ("packing", "padding_free", "neftune_noise_alpha")
 """Arguments with which a micro-batch of the script is not split (hwopt.hosts.additivity)."""
 CHUNKS = "num_output_chunks"
@@ -117,14 +116,13 @@ def forecast(
         batch = plugins.get("batch") or {}
         plugins |= {"batch": {**batch, "train": args.per_device_train_batch_size}, "length_batching": False}
     lacks = TRAINER_LACKS | ({"forward_backward": passes} if passes else {})
-    if kind == "SFTConfig":  # the trainer's own loss without logits
-        frozen = bool(adapted) or (loads and plugins.get(plugin_of(LORA)) is not False)
-        chunks = {"backend": "torch", "chunks": chunks_of_trl(dataset, args, config.get_text_config(), frozen)}
-        plugins = {plugin_of(CHUNKS): chunks} | plugins
+    if kind == "SFTConfig":
+        plugins |= {plugin_of(CHUNKS): False}  # the trainer has a loss of its own
 
     def answer(plugins: Mapping[str, Any]) -> Fit:
-        found = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware)
-        return fit_of(found.plan, described, args, lengths_in(dataset, args, found.plan, config))
+        plan = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware).plan
+        lengths = lengths_in(dataset, args, plan, config)
+        return fit_of(in_its_loop(plan, lengths, kind == "SFTConfig"), described, args, lengths)
 
     found = answer(plugins)
     left = [entry.name for entry in found.plan.entries if entry.choices > 1 and entry.decision == "skip"] if found.plan else []
@@ -195,21 +193,6 @@ def with_own_memory(hardware: Hardware, model: Any) -> Hardware:
     weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
     own = sum(each.nbytes for each in weights if each.device.type == hardware.device_type)
     return replace(hardware, free_memory_gib=hardware.free_memory_gib + own / GIB)
-
-
-def chunks_of_trl(dataset: Any, args: Any, config: Any, frozen: bool) -> int:
-    """Chunks of a loss that need about the memory of the fused head of TRL. `frozen`: the weights are in the products' dtype.
-
-    TRL holds one tile of logits, and where weights are trained a cast of two parts of the head. The loss with chunks holds each
-    chunk in fp32 too, and there a cast of the whole head and a product as large.
-    """
-    vocabulary: int = config.vocab_size
-    half = bool(args.bf16 or args.fp16)
-    tokens: int = args.per_device_train_batch_size * max(rows_lengths(dataset, args), default=args.max_length or LENGTH)
-    room = min(tokens, TILE[0]) * min(vocabulary, TILE[1])
-    if half and not frozen:
-        room += (min(vocabulary, 2 * TILE[1]) - 2 * vocabulary) * config.hidden_size
-    return min(MOST_CHUNKS, max(1, round((3 if half else 1) * tokens * vocabulary / max(1, room))))
 
 
 def without_adapter(described: Any, args: Any, peft_config: Any) -> tuple[Any, dict[str, Any], str]:

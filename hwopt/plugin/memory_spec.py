@@ -34,6 +34,8 @@ class MemorySpec:
     """Additional bytes on the device, which a trace of the stand-ins does not show."""
     pooled_tokens: int | None = None
     """Micro-batches of up to so many tokens (0: all) compute their passes in a memory pool of their own, which they keep."""
+    late_state: bool = False
+    """Whether the first update creates the optimizer's state: it finds the blocks that the passes have left."""
     host: float = 0.0
     """Bytes of this rank in host memory."""
     stand_ins: dict[str, Any] = field(default_factory=dict)

@@ -107,7 +107,8 @@ def test_memory_of_an_sft_trainer_whose_head_is_computed_in_tiles(frozen: bool, 
     trainer = cls(model=model, args=args, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter)
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    assert trainer._run.plan.memory.peak_gib == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=0.02)
+    assert trainer._run.plan.memory.peak_gib == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=0.005)
+    assert trainer._run.plan.memory.reserved_gib == pytest.approx(torch.cuda.max_memory_reserved() / GIB, rel=0.05)
 
 
 def rank_of_two(folder: Path) -> None:

@@ -66,7 +66,7 @@ def fake_step_functions(plan: Plan, head: Head, *, whole: bool = False) -> Itera
         workspaces = [torch.empty(size, dtype=torch.uint8) for size in card.kept_workspaces(plan.hardware)]
         tracker.label(workspaces, "temporary")
         tracker.expandable = card.expandable_segments()
-        tracker.late_state = run.engine.has_late_state
+        tracker.late_state = run.engine.has_late_state or plan.memory_spec.late_state
         label_storages(run, tracker)
         make_state(run, tracker)
         whole = whole or run.recipe.engine is not None  # an engine may keep gradients of its own
