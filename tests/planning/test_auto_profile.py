@@ -4,16 +4,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from pinned_torch import IS_PINNED
+from programs import BENCHMARKS, program
 
 from hwopt import api
 from hwopt.config.profile import Profile
 from hwopt.errors import InputError
 from hwopt.hardware.device import Hardware
 from hwopt.memory.trace.tracing_process import NotTraceable
-from hwopt.planning.auto_profile import AutoProfile, choose
+from hwopt.planning.auto_profile import choose
 from hwopt.planning.inputs import Inputs
 from hwopt.planning.plan import Plan
 
@@ -25,10 +27,6 @@ Planned = Callable[..., Plan]
 
 def card(name: str, capability: tuple[int, int], gib: float) -> Hardware:
     return Hardware("cuda", name, gib, gib, compute_capability=capability, cpu_cores=8)
-
-
-def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
-    return choose(card(name, capability, gib), INPUTS)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,7 @@ def chosen(name: str, capability: tuple[int, int], gib: float) -> AutoProfile:
     ],
 )
 def test_card_gets_its_own_profile(name: str, capability: tuple[int, int], gib: float, profile: str) -> None:
-    assert chosen(name, capability, gib).profile.name == profile
+    assert choose(card(name, capability, gib), INPUTS).profile.name == profile
 
 
 GPU_PROFILES = [profile for profile in map(INPUTS.profile, INPUTS.files) if profile.card.capability]
@@ -54,13 +52,18 @@ GPU_PROFILES = [profile for profile in map(INPUTS.profile, INPUTS.files) if prof
 def test_every_shipped_profile_is_of_the_card_that_auto_takes_for_its_own(profile: Profile) -> None:
     own = profile.card
     for match in own.match:
-        assert chosen(match, own.capability, own.memory_gib or 0.0).profile.card == own
+        assert choose(card(match, own.capability, own.memory_gib or 0.0), INPUTS).profile.card == own
+
+
+@pytest.mark.parametrize("hardware", program("cards").cards(), ids=lambda card: f"{card.name} {card.memory_gib:g}")
+def test_page_of_cards_has_the_profile_that_each_card_gets(hardware: Hardware) -> None:
+    row = f"| {hardware.name}, {hardware.memory_gib:g} GiB | `{choose(hardware, INPUTS).profile.name}` |"
+    assert row in (BENCHMARKS.parent / "docs/cards.md").read_text(encoding="utf-8"), "benchmarks/cards.py --write makes the page"
 
 
 def test_profile_that_extends_another_one_is_found_by_its_own_card(tmp_path: Path) -> None:
-    file = tmp_path / "rtx4080_16gb.toml"
+    inputs, file = Inputs(), tmp_path / "rtx4080_16gb.toml"
     file.write_text('name = "rtx4080_16gb"\nextends = "rtx4090_24gb"\n[card]\nmatch = ["GeForce RTX 4080"]\nmemory_gib = 15.6\n')
-    inputs = Inputs()
     inputs.files = {**inputs.files, file.stem: file}
     assert choose(card("NVIDIA GeForce RTX 4080", (8, 9), 15.6), inputs).profile.name == file.stem
     assert choose(card("NVIDIA GeForce RTX 4090", (8, 9), 23.6), inputs).profile.name == "rtx4090_24gb"
@@ -100,7 +103,8 @@ def test_card_without_a_profile_gets_the_largest_micro_batch_that_fits(planned: 
     """By the forecast for the model of the job, and not by the ratio of the memories. The rows of a step are the parent's."""
     hardware = card("NVIDIA A100-SXM4-40GB MIG 1g.10gb", (8, 0), 9.5)
     plan = planned(hardware)
-    assert plan.profile.name == "auto-a100_40gb"
+    smallest = min((each for each in GPU_PROFILES if each.card.capability == (8, 0)), key=lambda each: each.card.memory_gib)
+    assert plan.profile.name == f"auto-{smallest.name}"
     assert plan.batch.train == 64 if IS_PINNED else plan.batch.train in (64, 96)  # the memory depends on the version of torch
     assert plan.batch.step == 128
     assert planned(hardware, "plugins.batch.train=4").batch.train == 4
@@ -115,10 +119,7 @@ def test_reason_for_the_rows_leaves_out_the_pool_that_yields_to_them(planned: Pl
 
 
 def test_memory_that_cannot_be_forecast_scales_the_micro_batch(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise NotTraceable("for the test")
-
-    monkeypatch.setattr("hwopt.memory.forecast.planner.trace_plan", refuse)
+    monkeypatch.setattr("hwopt.memory.forecast.planner.trace_plan", Mock(side_effect=NotTraceable("for the test")))
     plan = planned(card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.75))
     assert (plan.profile.name, plan.batch.train, plan.batch.step) == ("t4_16gb", 11, 32)
     assert any("cannot be forecast" in note for note in plan.notes)
@@ -167,13 +168,12 @@ def test_card_that_a_profile_names_as_a_variant_has_its_peaks(name: str) -> None
     profile = Inputs().profile(name)
     for variant in profile.card.variants:
         for match in variant.match:
-            found = chosen(match, profile.card.capability or (0, 0), profile.card.memory_gib or 0.0).profile
-            card = found.card.variant_named(match) or found.card
-            assert card.memory_bandwidth_gbps == variant.memory_bandwidth_gbps
-            assert card.dense_tflops == variant.dense_tflops
+            hardware = card(match, profile.card.capability or (0, 0), profile.card.memory_gib or 0.0)
+            found = choose(hardware, INPUTS).profile.card
+            peaks = found.variant_named(match) or found
+            assert (peaks.memory_bandwidth_gbps, peaks.dense_tflops) == (variant.memory_bandwidth_gbps, variant.dense_tflops)
 
 
 def test_unknown_card_has_no_peaks() -> None:
-    unknown = chosen("NVIDIA RTX 6000 of some year", (8, 9), 47.0).profile
-    assert unknown.card.memory_bandwidth_gbps is None
-    assert unknown.card.dense_tflops.fp16 is None
+    unknown = choose(card("NVIDIA RTX 6000 of some year", (8, 9), 47.0), INPUTS).profile.card
+    assert (unknown.memory_bandwidth_gbps, unknown.dense_tflops.fp16) == (None, None)
