@@ -8,7 +8,7 @@ def check_golden(path: Path, made: str) -> None:
     if os.environ.get("HWOPT_UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(made, encoding="utf-8")
-    assert made == path.read_text(encoding="utf-8")
+    assert made == path.read_text(encoding="utf-8"), f"run the same test with HWOPT_UPDATE_GOLDEN=1, which writes {path.name}"
 
 
 def check_part(page: Path, begin: str, made: str, end: str) -> None:
