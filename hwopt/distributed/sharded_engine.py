@@ -29,10 +29,8 @@ class ShardedEngine(Engine):
         A rank that has fewer than another one repeats its smallest micro-batch with loss weight 0.
         """
         local = [micro_batch for micro_batch, _ in batch.micro_batches(rung)]
-        most = torch.tensor(len(local))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.cpu_group)
         smallest = min(local, key=lambda micro_batch: micro_batch.targets.numel())
-        local += [replace(smallest, loss_weight=0.0)] * (int(most) - len(local))
+        local += [replace(smallest, loss_weight=0.0)] * (self.all_reduce_max(len(local)) - len(local))
         return ((micro_batch, number == len(local)) for number, micro_batch in enumerate(local, start=1))
 
     @torch.no_grad()
