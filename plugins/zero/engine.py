@@ -26,9 +26,8 @@ class ZeroEngine(ShardedEngine):
 
     def __init__(self, run: RunView) -> None:
         self.trained = {name: p for name, p in run.inner_model.named_parameters() if p.requires_grad}
-        run.model, _ = prepare(run)
+        self.deepspeed = run.model = prepare(run)
         super().__init__(run)
-        self.deepspeed = run.model
         self.parameters = self.partitions()
         self.cpu_group = new_cpu_group()
 
@@ -170,17 +169,17 @@ class ZeroEngine(ShardedEngine):
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def prepare(run: RunView) -> tuple[Any, Any]:
-    """(DeepSpeed's engine, its optimizer) for the run's model. The fp32 masters get the weights before they are rounded."""
+def prepare(run: RunView) -> Any:
+    """DeepSpeed's engine for the run's model. The fp32 masters get the weights before they are rounded."""
     config = run.accelerator.state.deepspeed_plugin.deepspeed_config
     config["train_micro_batch_size_per_gpu"] = run.batch.train
     config["train_batch_size"] = run.batch.train * run.world_size
     config["gradient_clipping"] = float(run.training.max_grad_norm or 0.0)
     values = {name: p.detach().clone() for name, p in run.inner_model.named_parameters() if p.requires_grad}
-    engine, optimizer = run.accelerator.prepare(run.inner_model, run.optimizer)
+    engine, _ = run.accelerator.prepare(run.inner_model, run.optimizer)
     if engine.fp16_enabled() or engine.bfloat16_enabled():
         set_masters(dict(run.inner_model.named_parameters()), values)
-    return engine, optimizer
+    return engine
 
 
 @torch.no_grad()
