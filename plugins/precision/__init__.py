@@ -73,8 +73,8 @@ class Precision(hw.Plugin):
         "torch_dtype": hw.Alias("dtype", dtype_from),
         "fp16_opt_level": hw.Alias("level", APEX_LEVELS.get),
         "pure_bf16": hw.Alias("level = 'pure'", lambda value: {"dtype": "bf16", "level": "pure"} if value else {}),
-        "fp16_full_eval": hw.Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
-        "bf16_full_eval": hw.Alias("full_eval", lambda value: {"full_eval": value} if value else {}),
+        "fp16_full_eval": "full_eval = true",
+        "bf16_full_eval": "full_eval = true",
     }
 
     class Options(hw.PluginOptions):

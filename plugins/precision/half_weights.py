@@ -60,11 +60,7 @@ def to_fp32(model: Any, run: RunView | None = None, *, masters: Mapping[Any, Any
 
 
 class HalfWeights(Events):
-    """A model's half-precision weights, and fp32 masters of the trained ones.
-
-    `cast` keeps the loaded fp32 values as masters, without rounding. `swap_in` gives the masters to the optimizer. Each step,
-    `collect` moves gradients to the masters and `publish` rounds the masters into the weights. `restore` returns to fp32.
-    """
+    """A model's half-precision weights, and fp32 masters of the trained ones: the loaded values, not rounded."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = DTYPES[dtype]
