@@ -56,7 +56,7 @@ def pack_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
             heapq.heapreplace(heap, (tokens + lengths[index], row))
             rows[row].append(index)
         else:
-            return sorted((row for row in rows if row), key=lambda row: -sum(lengths[i] for i in row))
+            return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
     raise ValueError(f"a document is longer than {width} tokens")
 
 
