@@ -127,7 +127,6 @@ class CudaGraphs(hw.Plugin):
         return hw.Decision.apply(reason, self.options.changed(tokens=tokens, widths=widths))
 
     def apply(self, recipe: hw.Recipe, context: hw.Context) -> None:
-        assert self.options.tokens != "auto", "probe() replaces it"
         rows = recipe.batch.get("train", 1)
         if self.options.widths and self.host_bound(rows, context):
             rows = recipe.batch["row_multiple"] = few_rows(rows)
