@@ -10,6 +10,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from torch.nn.utils import skip_init
 from torch.utils.data import DataLoader
@@ -63,8 +64,23 @@ class Accelerator(accelerate.Accelerator):
             on_cpu = bool(named.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
             found = planned(profile, unknown, ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
-        super().__init__(**named)
+        if self.hwopt_own_precision:
+            super().__init__(**named)
+        else:
+            self._init_with_precision(named)
         self.dataloader_config.non_blocking |= self.device.type == "cuda"
+
+    def _init_with_precision(self, named: dict[str, Any]) -> None:
+        """Accelerate's constructor. The precision is that of this object alone: Accelerate has one for the process."""
+        shared = AcceleratorState._shared_state
+        before = shared.get("_mixed_precision", "no")
+        if shared:  # else it refuses another one
+            shared["_mixed_precision"] = named["mixed_precision"]
+        try:
+            super().__init__(**named)
+            self.state.__dict__ = dict(shared)
+        finally:
+            shared["_mixed_precision"] = before
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
         """Accelerate's `prepare`, after the plan's part for the first model and its optimizers."""

@@ -57,6 +57,9 @@ def training_arguments(
         fields |= sizes_of(found.plan).keys()
     words, lines = plugin_words(found.plan, fields)
     arguments: Any = into(**(own | words))
+    if arguments.bf16 and "bf16" in fields and found.plan.recipe.accelerator.get("mixed_precision") == "no":
+        arguments = into(**(own | words | {"bf16": False}))
+        lines.append(f"bf16 = False instead of True, the default of {into.__name__}: plugin 'precision'")
     arguments.decisions = (*lines, *found.wins, *found.plan.notes)
     return arguments
 

@@ -258,8 +258,9 @@ def test_plan_ends_with_a_prepare_that_fails() -> None:
 
 
 def test_cell_of_a_notebook_that_ran_twice_ends_the_first_plan_with_its_new_accelerator() -> None:
-    for _ in range(2):
-        accelerator = hwopt.Accelerator(profile="cpu", precision=False)  # the name of the first one, which is lost
+    for dtype, precision in (("bf16", "bf16"), ("fp32", "no")):  # that of a plan is of its object alone
+        accelerator = hwopt.Accelerator(profile="cpu", precision={"dtype": dtype})  # the name of the first one, which is lost
+        assert (accelerator.mixed_precision, accelerate.Accelerator().mixed_precision) == (precision, "no")
         with nullcontext() if ScriptRun.active is None else pytest.raises(InputError, match=r"accelerator.end_training\(\)"):
             accelerator.prepare(bert())
     accelerator.end_training()
@@ -413,8 +414,7 @@ def test_training_on_the_cpu_of_a_machine_with_a_card(monkeypatch: pytest.Monkey
     assert accelerator.hwopt_session is not None
     assert accelerator.hwopt_session.run.plan.hardware.device_type == "cpu"
     accelerator.end_training()
-    trainer = hwopt.optimized(Trainer)(bert(), arguments(tmp_path), train_dataset=rows())
-    assert trainer._run.plan.hardware.device_type == "cpu"
+    assert hwopt.optimized(Trainer)(bert(), arguments(tmp_path), train_dataset=rows())._run.plan.hardware.device_type == "cpu"
     batch = batches()[0]
     with hwopt.session("rtx3090_24gb", model := bert(), rows=16, precision=False) as own:
         with torch.no_grad():

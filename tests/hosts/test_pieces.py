@@ -8,6 +8,7 @@ import torch
 from hosts.scripts import bert, llama, padded, rows, t5, train
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig
 
 import hwopt
 from hwopt.errors import InputError, PluginError
@@ -47,6 +48,14 @@ def test_arguments_of_workers_are_those_that_torch_takes(workers: int | None, tm
     assert made.num_workers == args.dataloader_num_workers
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_arguments_are_in_fp32_where_the_plan_is_and_their_class_is_not(tmp_path: Path) -> None:
+    for own, bf16 in ({}, False), ({"bf16": True}, True):
+        plugins, line = {"precision": {"dtype": "fp32"}}, "bf16 = False instead of True, the default of SFTConfig"
+        found = hwopt.training_arguments("cpu", CONFIG, SFTConfig, plugins=plugins, output_dir=str(tmp_path), **own)
+        assert (found.bf16, line in "\n".join(found.decisions)) == (bf16, not bf16)
+
+
 def test_model_kwargs_and_optimizer() -> None:
     assert hwopt.model_kwargs("cpu", CONFIG) == {"dtype": "float32", "attn_implementation": "sdpa"}
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -59,8 +68,7 @@ def test_model_kwargs_and_optimizer() -> None:
 def test_model_kwargs_quantize_as_the_profile_does(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=100, **SMALL)).save_pretrained(tmp_path)
     found = hwopt.model_kwargs("rtx3070_8gb_qlora", str(tmp_path), adapter={"always": True})
-    model = LlamaForCausalLM.from_pretrained(tmp_path, **found)
-    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert type(LlamaForCausalLM.from_pretrained(tmp_path, **found).model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
     assert found["quantization_config"].bnb_4bit_use_double_quant
 
 
@@ -74,8 +82,6 @@ def test_forecast_for_a_card_that_is_not_there(tmp_path: Path) -> None:
 
 def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_path: Path) -> None:
     """`optimized` does not split packed rows, and SFTTrainer trains a language model whatever the config names."""
-    from trl import SFTConfig
-
     own = {"use_cpu": True, "bf16": False, "max_length": 64, "per_device_train_batch_size": 16, SWITCH: False}
     plain = LlamaConfig(**SMALL)
     found = hwopt.fits(plain, SFTConfig(str(tmp_path), packing=True, **own), card="RTX 3090", batch={"train": 4})
@@ -86,8 +92,6 @@ def test_forecast_of_packed_rows_is_that_of_the_whole_batch_with_the_head(tmp_pa
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT and TRL
 def test_forecast_of_an_adapter_that_the_trainer_adds_or_the_model_has(tmp_path: Path) -> None:
-    from trl import SFTConfig
-
     lora = LoraConfig(r=4, target_modules=["q_proj"], use_rslora=True, task_type="CAUSAL_LM")
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=True, max_length=64, **{SWITCH: False})
     model = get_peft_model(LlamaForCausalLM(ADAPTED).to(torch.bfloat16), lora)
@@ -105,8 +109,6 @@ def test_forecast_of_an_adapter_that_the_trainer_adds_or_the_model_has(tmp_path:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_forecast_of_quantized_weights_and_of_adapters_that_it_does_not_know(tmp_path: Path) -> None:
-    from trl import SFTConfig
-
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=64, **{SWITCH: False})
     lora = LoraConfig(task_type="CAUSAL_LM")
     args.model_init_kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)}
