@@ -121,7 +121,7 @@ def forecast(
 
     def answer(plugins: Mapping[str, Any]) -> Fit:
         plan = plan_for(described, profile, script_of(args, lacks, dataset), plugins, hardware=hardware).plan
-        lengths = lengths_in(dataset, args, plan, config)
+        lengths = replace(lengths_in(dataset, args, plan, config), eval_rows=None if args.do_eval or args.eval_on_start else 0)
         return fit_of(in_its_loop(plan, lengths, kind == "SFTConfig"), described, args, lengths)
 
     found = answer(plugins)
