@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, TrainingArguments
 
+from hwopt.config.aliases import plugin_of
 from hwopt.errors import InputError
 from hwopt.export.arguments import CHECKPOINTING, LOADER, SIZES, plugin_words, sizes_of
 from hwopt.hardware.detect import detect
@@ -59,7 +60,7 @@ def training_arguments(
     arguments: Any = into(**(own | words))
     if arguments.bf16 and "bf16" in fields and found.plan.recipe.accelerator.get("mixed_precision") == "no":
         arguments = into(**(own | words | {"bf16": False}))
-        lines.append(f"bf16 = False instead of True, the default of {into.__name__}: plugin 'precision'")
+        lines.append(f"bf16 = False instead of True, the default of {into.__name__}: plugin {plugin_of('bf16')!r}")
     arguments.decisions = (*lines, *found.wins, *found.plan.notes)
     return arguments
 
