@@ -58,20 +58,19 @@ class Accelerator(accelerate.Accelerator):
         self.hwopt_waiting: list[Any] = []  # optimizers that the script prepares before its model
         given = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
         self.hwopt_own_precision = bool(given) or any(named.get(name) is not None for name in OWN_ENGINE)
-        if not self.hwopt_own_precision:
+        if self.hwopt_own_precision:
+            super().__init__(**named)
+        else:
             # the device decides the precision; the model is not known yet
             unknown = skip_init(torch.nn.Linear, WIDE, WIDE)  # draws no random numbers: the script's model may be made later
             on_cpu = bool(named.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
             found = planned(profile, unknown, ROWS, None, self.hwopt_plugins, strict=False, on_cpu=on_cpu)
             named["mixed_precision"] = found.plan.recipe.accelerator.get("mixed_precision", "no")
-        if self.hwopt_own_precision:
-            super().__init__(**named)
-        else:
             self._init_with_precision(named)
         self.dataloader_config.non_blocking |= self.device.type == "cuda"
 
     def _init_with_precision(self, named: dict[str, Any]) -> None:
-        """Accelerate's constructor. The precision is that of this object alone: Accelerate has one for the process."""
+        """Accelerate's constructor. It has one precision for the process; the plan's is that of this object alone."""
         shared = AcceleratorState._shared_state
         before = shared.get("_mixed_precision", "no")
         if shared:  # else it refuses another one
@@ -80,7 +79,8 @@ class Accelerator(accelerate.Accelerator):
             super().__init__(**named)
             self.state.__dict__ = dict(shared)
         finally:
-            shared["_mixed_precision"] = before
+            if shared:
+                shared["_mixed_precision"] = before
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
         """Accelerate's `prepare`, after the plan's part for the first model and its optimizers."""

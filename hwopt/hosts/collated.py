@@ -140,12 +140,12 @@ def micro_batches(
         parts = micro_batches([as_pairs(batch) for batch in batches], law, cut, rows, halvings, pad_id=pad_id, widths=widths)
         return [replace(part, inputs=as_halves(part.inputs)) for part in parts]
     found: list[CollatedPart] = []
-    joined = list(units(batches, law, pad_id))
-    for (batch, mean_over), seen in zip(joined, on_host([batch for batch, _ in joined]), strict=True):
+    for batch, mean_over in units(batches, law, pad_id):
         count = rows_of(batch)
         if count is None:
             found.append(CollatedPart(dict(batch), 1.0, (width_of(batch),)))
             continue
+        seen = on_host([batch])[0]
         lengths = lengths_of(seen)
         padded = [widths.of(length) for length in lengths] if pad_id is not None and is_padded(batch) else lengths
         labels = labels_of(seen, shifted) if law == "labels" else []

@@ -1,8 +1,8 @@
-"""What the memory of a training in somebody else's loop differs in from hwopt's own: stand-ins for forecasts.
+"""For forecasts: the memory that a script's own loop needs, where it differs from that of hwopt's loop.
 
-The loss of TRL's `SFTTrainer` computes a tile of logits at a time (`trl.kernels.ChunkedLogProbFunction`), in loops over tokens
-and vocabulary. What stands for it allocates the same memory, and computes nothing. None of its loops depends on the number
-of tokens, because the planner extrapolates from one size to others.
+TRL's `SFTTrainer` computes its loss from one tile of logits at a time (`trl.kernels.ChunkedLogProbFunction`), in loops over
+tokens and vocabulary. `LogProbs` allocates the same memory and computes nothing. It has no loop over tokens, because the
+planner extrapolates from one size to others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATISTICS = 7
 
 
 def in_its_loop(plan: Plan, lengths: Lengths, sft: bool) -> Plan:
-    """`plan` with the memory of a script's loop; `sft`: of `SFTTrainer`, and no other plugin has a loss."""
+    """`plan` with the memory of a script's loop. `sft`: the script has a `SFTTrainer`, and no plugin of `plan` a loss."""
     shape = largest_micro_batch(plan, lengths.longest)
     tokens = max(1, min(TILE[0], shape.rows * (shape.width - 1)))
     loop = SftLoop(SftLoop.Options(tokens=tokens)) if sft else ScriptLoop(ScriptLoop.Options())

@@ -46,9 +46,9 @@ def write(entries: tuple[PluginDecision, ...], context: Context) -> WrittenRecip
 
 def write_recipe(entries: tuple[PluginDecision, ...], context: Context) -> Recipe:
     """A new recipe, written by the plugins that are not skipped, in their order."""
-    on, replaced = list(applied(entries)), replacements(entries)
-    recipe = Recipe(replaced)
-    for entry in on:
+    writing, replaced_by = list(applied(entries)), replacements(entries)
+    recipe = Recipe(replaced_by)
+    for entry in writing:
         with recipe.written_by(entry.author, entry.distribution), plugin_hook(entry.who, "apply()"):
             entry.plugin.apply(recipe, context)
     return recipe

@@ -18,10 +18,10 @@ from hwopt.plugin import CAPABILITIES
 
 def refuse(plan: Plan, written: WrittenRecipe) -> None:
     """Raise PluginError or InputError if plugins of the plan contradict each other or cannot train its job."""
+    refuse_conflicts(written)
     refuse_replaced_loss(plan, written.parts)
     refuse_lacking_engine(plan, written.parts)
     refuse_split_router_loss(plan, written.parts)
-    refuse_conflicts(written)
 
 
 def refuse_conflicts(written: WrittenRecipe) -> None:

@@ -73,9 +73,10 @@ def test_model_kwargs_quantize_as_the_profile_does(tmp_path: Path) -> None:
 
 
 def test_forecast_for_a_card_that_is_not_there(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True)
-    found = hwopt.fits(CONFIG, args, [{"input_ids": [1] * 40}], card="RTX 3090")
-    assert found
+    for strategy in ("epoch", "no"):
+        args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, eval_strategy=strategy)
+        found = hwopt.fits(CONFIG, args, [{"input_ids": [1] * 40}], card="RTX 3090")
+        assert (found.fits, found.memory.eval_peak_gib is None) == (True, strategy == "no")
     assert (found.memory.tier, found.memory.width) == ("traced", 48), "the next width of cuda_graphs"
     assert "on GeForce RTX 3090, 8 x 48 tokens" in str(found)
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -333,17 +334,15 @@ class RunsOutOnce(Log):
     """Memory runs out in the second micro-batch of the third step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        calls = 0
+        calls = count(1)
 
-        def count(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
+        def refuse(*_: Any) -> None:
+            if next(calls) == 2:
                 hook.remove()
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
         if state.global_step == 2:
-            hook = objects["model"].register_forward_pre_hook(count)
+            hook = objects["model"].register_forward_pre_hook(refuse)
 
 
 def test_repeated_step_keeps_the_gradients_of_a_stream_that_ended_within_one(tmp_path: Path) -> None:
