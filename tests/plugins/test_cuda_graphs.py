@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from plugin_cases import Cases, Mutation, Refused
 
 from hwopt import api
 from hwopt.hardware.device import described
 from hwopt.memory.forecast.lengths import Lengths
-from hwopt.memory.forecast.planner import fitted
+from hwopt.memory.forecast.planner import device_trace, fitted, run_at
 from hwopt.plugin.price import Price, price_of
 from hwopt.system.cache import cache_folder
 from hwopt.testing import entry_of, plan_for, tiny_job, tiny_profile
@@ -84,6 +85,15 @@ def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them
     assert (memory.pool_gib > 0) is kept, "the shortfall is that of the plan without the pool"
     assert kept or re.search(r"its memory pool does not fit: 4.1\d of \d.\d\d GiB, 1.60 less without it", entry.reason)
     assert (found.recipe.forward_backward is None, found.batch.widths == ()) == (not kept, not kept)
+
+
+@pytest.mark.parametrize(("lengths", "largest"), [([32] * 64, None), ([32] * 20, (4, 32)), ([32] * 63 + [8], (8, 32))])
+def test_rows_of_one_width_have_a_pool_only_if_a_step_has_few_of_them(lengths: list[int], largest: Any, tmp_path: Path) -> None:
+    profile = tiny_profile(cuda_graphs={"tokens": 256, "widths": [8, 32]}, batch={"train": 16})
+    plan = plan_for(replace(profile, chosen=frozenset({"cuda_graphs"})), tiny_job(tmp_path), hardware=CARD)
+    known = Lengths(np.array(lengths, np.int32), 32, 2, "this test")
+    assert (known.largest_within(plan, 16, 32, tokens=256) or (None,))[:2] == (largest or (None,))
+    assert (run_at(plan, known, device_trace(plan, 32, known.head, cache_folder()), 16, 32)[2] is None) is (largest is None)
 
 
 @pytest.mark.parametrize(("tokens", "few"), [(64, False), (1 << 20, True)])

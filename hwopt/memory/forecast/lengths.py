@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,14 @@ class Lengths:
         lengths = [self.cut_at(width, self.train[step]).tolist() for step in (samples[:1] if plan.chose else whole or samples)]
         steps = (micro_batch_shapes(plan, step, rows) for step in lengths)
         return max(steps, key=lambda step: max(shape.tokens for shape in step))
+
+    def largest_within(self, plan: Plan, rows: int, width: int, tokens: int) -> Shape | None:
+        """The largest micro-batch of at most `tokens` tokens. Rows of one width are cut into few shapes, maybe none so small."""
+        lengths = [] if self.train is None else np.unique(self.cut_at(width, self.train)).tolist()
+        if len({widths_of(plan).of(length) for length in lengths}) != 1:
+            return largest_shape(plan, max(1, tokens // width), width)
+        shapes = chain.from_iterable(self.steps(plan, rows, width, most=2 * plan.batch.step))
+        return max((shape for shape in shapes if shape.tokens <= tokens), key=lambda shape: shape.tokens, default=None)
 
     def numbers_of_steps(self, plan: Plan) -> tuple[int, int]:
         """The optimizer steps of an epoch, and of the run."""

@@ -14,7 +14,7 @@ from hwopt.memory.allocator.playback import PlayedSteps, largest_played, played_
 from hwopt.memory.forecast.communication import on_device
 from hwopt.memory.forecast.lengths import Lengths, largest_micro_batch, lengths_of
 from hwopt.memory.forecast.roofline import predict_time
-from hwopt.memory.shapes import Head, Shape, largest_shape
+from hwopt.memory.shapes import Head, Shape
 from hwopt.memory.trace.timeline import KINDS
 from hwopt.memory.trace.tracer import Trace, trace_plan
 from hwopt.memory.trace.tracing_process import NotTraceable
@@ -111,7 +111,8 @@ def run_at(plan: Plan, lengths: Lengths, trace: Trace, rows: int, width: int, ev
     tokens = plan.memory_spec.pooled_tokens
     pooled = None if tokens is None else max(largest, key=lambda step: step.peak().bytes)
     if tokens and rows * width > tokens:
-        pooled = trace.train.at(*largest_shape(plan, max(1, tokens // width), width))
+        shape = lengths.largest_within(plan, rows, width, tokens)
+        pooled = shape and trace.train.at(*shape)
     known = [] if trace.fixed_width or eval_rows is not None else lengths.evaluations(plan, width)
     evaluations = known or [Shape(lengths.eval_batch(plan, width) if eval_rows is None else eval_rows, width)]
     return largest, [trace.eval.at(*shape) for shape in evaluations], pooled, steps
