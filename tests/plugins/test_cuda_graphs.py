@@ -87,7 +87,9 @@ def test_pool_that_does_not_fit_leaves_the_graphs_out_unless_the_user_names_them
     assert (found.recipe.forward_backward is None, found.batch.widths == ()) == (not kept, not kept)
 
 
-@pytest.mark.parametrize(("lengths", "largest"), [([32] * 64, None), ([32] * 20, (4, 32)), ([32] * 63 + [8], (8, 32))])
+@pytest.mark.parametrize(
+    ("lengths", "largest"), [([32] * 64, None), ([32] * 20, (4, 32)), ([32] * 63 + [8], None), ([8] * 63 + [32], (8, 32))]
+)
 def test_rows_of_one_width_have_a_pool_only_if_a_step_has_few_of_them(lengths: list[int], largest: Any, tmp_path: Path) -> None:
     profile = tiny_profile(cuda_graphs={"tokens": 256, "widths": [8, 32]}, batch={"train": 16})
     plan = plan_for(replace(profile, chosen=frozenset({"cuda_graphs"})), tiny_job(tmp_path), hardware=CARD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -129,12 +128,12 @@ class Lengths:
         return max(steps, key=lambda step: max(shape.tokens for shape in step))
 
     def largest_within(self, plan: Plan, rows: int, width: int, tokens: int) -> Shape | None:
-        """The largest micro-batch of at most `tokens` tokens. Rows of one width are cut into few shapes, maybe none so small."""
-        lengths = [] if self.train is None else np.unique(self.cut_at(width, self.train)).tolist()
-        if len({widths_of(plan).of(length) for length in lengths}) != 1:
+        """The largest micro-batch of at most `tokens` tokens. Where all have one width, those of a step may all be larger."""
+        steps = [] if self.train is None else [self.train[step] for step in self.some_steps(plan, shortest=True)]
+        shapes = [shape for step in steps for shape in micro_batch_shapes(plan, self.cut_at(width, step).tolist(), rows)]
+        if len({shape.width for shape in shapes}) != 1:
             return largest_shape(plan, max(1, tokens // width), width)
-        shapes = chain.from_iterable(self.steps(plan, rows, width, most=2 * plan.batch.step))
-        return max((shape for shape in shapes if shape.tokens <= tokens), key=lambda shape: shape.tokens, default=None)
+        return max((shape for shape in shapes if shape.tokens <= tokens), default=None)
 
     def numbers_of_steps(self, plan: Plan) -> tuple[int, int]:
         """The optimizer steps of an epoch, and of the run."""
@@ -142,11 +141,11 @@ class Lengths:
         per_epoch = math.ceil(len(self.train) / plan.batch.step)
         return per_epoch, plan.training.max_steps or math.ceil(plan.training.num_train_epochs * per_epoch)
 
-    def some_steps(self, plan: Plan) -> Iterator[NDArray[np.int64]]:
+    def some_steps(self, plan: Plan, shortest: bool = False) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of some steps of the run on one rank, in its order.
 
         They are the step that is tried before step 1 if the planner chose the batch size, and of each epoch the first two, the
-        last, those with the most tokens and those with the longest samples and targets.
+        last, those with the most tokens and those with the longest samples and targets; with `shortest` those with the least.
         """
         assert self.train is not None, "the data was read"
         share, (per_epoch, left) = -(-plan.batch.step // plan.world_size), self.numbers_of_steps(plan)
@@ -161,7 +160,7 @@ class Lengths:
             if self.targets is not None:
                 most.append(np.maximum.reduceat(self.targets[samples], starts))
             chosen = {0, min(1, len(starts) - 1), len(starts) - 1}
-            chosen |= {int(step) for each in most for step in np.argsort(-each, kind="stable")[:TRIED]}
+            chosen |= {int(step) for each in most for step in np.argsort(each if shortest else -each, kind="stable")[:TRIED]}
             for step in sorted(chosen):
                 yield samples[starts[step] :][:share]
 
