@@ -106,7 +106,7 @@ def plugin_words(plan: Plan, fields: Iterable[str]) -> tuple[dict[str, Any], lis
         values |= mine
         rest = ", ".join(f"{key} = {value!r}" for key, value in unsaid(entry, mine).items()) if mine else ""
         changes = entry.decision != "skip" and not mine and entry.plugin.effect == "method"
-        note = f"; not {rest}" if rest else " (it changes what is trained)" if changes else ""
+        note = f"; no argument says {rest}" if rest else " (it changes what is trained)" if changes else ""
         lines.append(decision_line(entry, plan, mine) + note)
     return values, lines
 
@@ -164,12 +164,12 @@ def sizes_of(plan: Plan) -> dict[str, int]:
 
 def unsaid(entry: PluginDecision, words: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a plugin that differ from their defaults, and that none of `words` sets."""
-    said = {"enabled"}
+    said = {"enabled", "effective"}  # rows x accumulation
     for word, value in words.items():
         if word in entry.plugin.aliases:
             said |= accepted_options(entry.plugin.aliases[word], value).keys()
         else:
-            said |= {word.removeprefix("dataloader_"), "train", "effective"}
+            said |= {word.removeprefix("dataloader_"), "train"}
     options = entry.options.model_dump(mode="json", exclude_defaults=True)
     return {key: value for key, value in options.items() if key not in said}
 

@@ -93,7 +93,7 @@ class Session:
             raise InputError("the plan is not applied yet: use `with hwopt.session(…) as session:`")
 
     def follow(self, optimizer: Any) -> None:
-        """Count the steps of `optimizer`; of several ones, the first that steps ends the step of the loop."""
+        """Count the steps of `optimizer`, made by the loop; of several ones, the first that steps ends the step of the loop."""
         self.optimizers.append(optimizer)
         if self.run.optimizer is None:
             self.run.optimizer = optimizer
@@ -135,7 +135,9 @@ class Session:
         repeated, and DoesNotFitError if single rows do not fit.
         """
         if not self.optimizers:
-            raise InputError("no optimizer yet: call session.optimizer(parameters) first, or pass yours to accelerator.prepare()")
+            raise InputError(
+                "no optimizer yet: call session.optimizer(), or give yours to session.follow() or accelerator.prepare()"
+            )
         if self.additive and self.shifted is None:
             self._confirm(batch, loss)
         trained = list(self._trained())

@@ -38,8 +38,10 @@ def batches(size: int = 16, classes: bool = True) -> list[dict[str, Any]]:
     return [padded(data[begin : begin + size], classes) for begin in range(0, len(data), size)]
 
 
-def bare(limit: int | None = None, session: dict[str, Any] | None = None, make: Callable[[], Any] = bert) -> Steps:
-    """A loop of torch alone; `session`: the arguments of `hwopt.session` around it."""
+def bare(
+    limit: int | None = None, session: dict[str, Any] | None = None, make: Callable[[], Any] = bert, followed: bool = False
+) -> Steps:
+    """A loop of torch alone; `session`: the arguments of `hwopt.session` around it. `followed`: the loop makes the optimizer."""
     model, found = make(), []
 
     def loss_of(inputs: Any) -> Any:
@@ -64,11 +66,14 @@ def bare(limit: int | None = None, session: dict[str, Any] | None = None, make: 
 
     if limit:
         model.register_forward_pre_hook(memory_of(limit), with_kwargs=True)
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if session is None:
-        train(torch.optim.AdamW(model.parameters(), lr=1e-3), None)
+        train(mine, None)
         return found
     with hwopt.session("cpu", model, rows=16, **session) as own:
-        train(own.optimizer(model.parameters(), lr=1e-3), own)
+        if followed:
+            own.follow(mine)
+        train(mine if followed else own.optimizer(model.parameters(), lr=1e-3), own)
     return found
 
 
@@ -102,14 +107,14 @@ def accelerated(cls: type, split: bool = False, limit: int | None = None, early:
     return found
 
 
-@pytest.mark.parametrize("limit", [None, TOKENS])
-def test_bare_loop_trains_the_same(limit: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("limit", "followed"), [(None, False), (TOKENS, False), (None, True)])
+def test_bare_loop_trains_the_same(limit: int | None, followed: bool, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
-    assert farthest(bare(limit, {"additive": "rows", **(WHOLE if limit else SPLIT)}), bare()) < CLOSE
+    assert farthest(bare(limit, {"additive": "rows", **(WHOLE if limit else SPLIT)}, followed=followed), bare()) < CLOSE
     assert (torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()) == before
     output = capsys.readouterr().out
     assert "after step 1: active   length_batching" in output
-    assert "after step 1: active   optimizer" in output
+    assert f"after step 1: {'inactive' if followed else 'active  '} optimizer" in output
     assert ("out of memory" in output) == (limit is not None)
 
 
