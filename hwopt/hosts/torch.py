@@ -135,9 +135,7 @@ class Session:
         repeated, and DoesNotFitError if single rows do not fit.
         """
         if not self.optimizers:
-            raise InputError(
-                "no optimizer yet: call session.optimizer(), or give yours to session.follow() or accelerator.prepare()"
-            )
+            raise InputError("no optimizer yet: call session.optimizer(), or session.follow() or accelerator.prepare() for yours")
         if self.additive and self.shifted is None:
             self._confirm(batch, loss)
         trained = list(self._trained())
