@@ -54,6 +54,8 @@ def view_of(source: SourceFile, inputs: Inputs) -> View:
         return job_view(job, source)
     if source.language == "Python":
         return trainer_view(source, listing(source.calls, 4))
+    if any(entry.path[-1] == "_component_" and str(entry.value).startswith("torchtune.") for entry in source.entries):
+        raise InputError(f"{source.name}: is torchtune's, which hwopt does not read; it reads: {', '.join(TOOL_NAMES.values())}")
     keys = source.top | source.values.keys()
     dialect = max(DIALECTS, key=lambda each: len(keys & each.telling))
     if (found := keys & dialect.telling) and "model" not in source.top:  # a key of LLaMA-Factory 1 and of other programs

@@ -75,6 +75,17 @@ PREFERENCES = names("beta pref_beta pref_loss dpo_alpha loss_type num_generation
 REWARDS, SFT_LOSSES = ("rl", "reward_model", "process_reward_model"), ("nll", "dft", "chunked_nll")
 
 
+# fmt: off
+TELLING = {
+    "SFTConfig": "assistant_only_loss, completion_only_loss, eval_packing, packing_strategy",
+    "KTOConfig": "desirable_weight, undesirable_weight", "CPOConfig": "cpo_alpha, simpo_gamma",
+    "DPOConfig": "discopop_tau, f_divergence_type, ld_alpha, beta loss_weights, rpo_alpha, reference_free",
+    "GRPOConfig": "num_generations loss_type, num_generations scale_rewards, top_entropy_quantile",
+}
+"""Class of TRL -> keys, or keys together, that only its YAML files have."""
+# fmt: on
+
+
 @dataclass
 class View:
     """The settings of one file. The first entry for a word counts."""
@@ -175,6 +186,11 @@ class View:
         found = self.found(word)
         return found and (found.value if found.word in ("", word) else self.source.values.get(word, found.value))
 
+    def each(self, word: str) -> list[Any]:
+        """The texts and numbers that are written for a word: those of a list, or the only one."""
+        value = self.written(word)
+        return [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str | int | float)]
+
     def meets(self, word: str, expected: Any) -> bool:
         """Whether the value is `expected`, or passes the test `expected`. No value passes that cannot be read."""
         found = self.found(word)
@@ -218,6 +234,14 @@ class View:
         if self.tool == "llama-factory":
             return {"lora": True, "full": False}.get(str(self.source.values.get("finetuning_type", "lora")))
         return False if self.is_hwopt or TRL_KEYS & self.source.top else None
+
+    @property
+    def trainer(self) -> str:
+        """The class of arguments that a script calls, or that only can have the keys of a YAML file; else ""."""
+        given, found = self.source.values.keys(), [call.split()[0] for call in self.source.calls[:1]]
+        if self.tool == "transformers" and not found and "rlhf_type" not in given:  # of ms-swift, which has losses of its own
+            found = [name for name, text in TELLING.items() if any(given >= names(each) for each in text.split(","))]
+        return found[0] if len(found) == 1 else ""
 
     @property
     def preferences(self) -> str:

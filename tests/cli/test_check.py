@@ -42,6 +42,7 @@ def test_check_as_json(tmp_path: Path) -> None:
 
 FILES = {
     "none.yaml": ("a: [1, 2\nb: 3\n", "none.yaml:2: is not valid YAML"),
+    "tune.yaml": ("optimizer:\n  _component_: torchtune.x\n  lr: 1\n", "tune.yaml: is torchtune's, which hwopt does not"),
     "foreign.yaml": ("colour: red\nsize: 3\n", "foreign.yaml: not recognised; none of its keys (colour, size) is known"),
     "bad.json": ('{"fp16": true,\n}', "bad.json:2: is not valid JSON"),
     "train.py": ("args = 3\n", "train.py: has no call of TrainingArguments"),

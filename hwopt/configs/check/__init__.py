@@ -14,7 +14,7 @@ from hwopt.hardware.device import Hardware
 
 __all__ = ["ConfigSetting", "Facts", "Finding", "Level", "Rule", "View", "rule"]
 
-Tools = tuple[str, ...]  # of rows also a class that a script calls, such as KTOConfig
+Tools = tuple[str, ...]  # of rows also a class that a script calls, or a file is for, such as KTOConfig
 TRANSFORMERS: Tools = ("transformers", "llama-factory")
 """The tools whose keys are the names of TrainingArguments."""
 TRAINERS: Tools = ("transformers", "axolotl", "llama-factory")

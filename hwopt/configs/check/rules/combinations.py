@@ -58,6 +58,8 @@ IN_GRAPHS, NO_GRAPHS = among("reduce-overhead", "max-autotune"), {"torch_compile
 BEYOND_FP16 = "Its activations can exceed 65,504, the largest fp16 number: the loss is NaN. Without bf16 train in fp32."
 SPLIT = "A checkpoint has no weights that from_pretrained reads, until zero_to_fp32.py has joined the parts."
 SAVED = "deepspeed_config.zero3_save_16bit_model"
+VLLM_TRAINERS: Tools = ("GRPOConfig", "RLOOConfig", "OnlineDPOConfig")
+VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_server_host", "vllm_server_base_url")
 ON_CPU = "On a CPU accelerate trains in fp32, without a message. It can train in bf16."
 
 
@@ -91,6 +93,9 @@ RULE_ROWS = (
             "remove {torch_compile_mode}"),
         *(("warning", HF, {f"BitsAndBytesConfig.bnb_4bit_{key}": bool, "load_in_4bit": not_}, "It is about 4-bit weights.", "")
           for key in ("compute_dtype", "use_double_quant", "quant_type")),
+        *(("warning", VLLM_TRAINERS, {key: given, "use_vllm": among(None), **dict.fromkeys(VLLM[:place], among(None))},
+            "use_vllm is not given: the model generates by itself, far slower.", {"use_vllm": True})
+          for place, key in enumerate(VLLM)),
         ("warning", (), {"fp16": True, "use_cpu": True}, ON_CPU, {"fp16": False, "bf16": True}),
         ("warning", (), {"mixed_precision": "fp16", "use_cpu": True}, ON_CPU, {"mixed_precision": "bf16"}),
         ("warning", ("axolotl",), {"fp16": True, "bf16": True}, "axolotl trains in bf16.", {"fp16": False}),
@@ -155,7 +160,8 @@ RULE_ROWS = (
 
 
 def meets_all(view: View, tools: Tools, settings: Mapping[str, Any]) -> bool:
-    return not (tools and {view.tool, *view.source.calls}.isdisjoint(tools)) and all(map(view.meets, settings, settings.values()))
+    kinds = {view.tool, view.trainer, *view.source.calls}
+    return not (tools and kinds.isdisjoint(tools)) and all(map(view.meets, settings, settings.values()))
 
 
 def written(view: View, settings: Mapping[str, Any]) -> str:
