@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from hwopt.configs.calls import TRL, adds_adapter, argument, called, changes, items, key_of
 from hwopt.configs.source_file import Entry, SourceFile, with_comments
 from hwopt.errors import InputError
 from hwopt.text import cut, first_line
 
-TRL = "BCO|CPO|DPO|GKD|GRPO|KTO|NashMD|OnlineDPO|ORPO|PPO|PRM|Reward|RLOO|SFT|XPO"
 ARGUMENTS = re.compile(rf"\w*TrainingArguments|({TRL})Config")
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "EarlyStoppingCallback")
 PLAIN_TRAINERS = {"Trainer", "Seq2SeqTrainer"}
@@ -60,11 +60,6 @@ def from_python(text: str, name: str) -> SourceFile:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {each.start[0]: each.string.lstrip("#").strip() for each in tokens if each.type == tokenize.COMMENT}
     return with_comments(source, text, comments)
-
-
-def called(call: ast.Call) -> str:
-    """The last part of the name of the function that `call` calls."""
-    return str(getattr(call.func, "id", getattr(call.func, "attr", "")))
 
 
 class PythonScript:
@@ -177,8 +172,8 @@ class PythonScript:
         if name == "LoraConfig" or adds_adapter(call):
             yield Entry(("use_peft",), True, call.lineno)
         first = {"from_pretrained": "model_name_or_path", **dict.fromkeys(PARTS[:2]), PARTS[2]: PATIENCE}.get(name, "output_dir")
-        for argument in call.args[: first is not None and not adds_adapter(call)]:
-            yield from self.entry((*above, str(first)), argument, argument.lineno)
+        for each in call.args[: first is not None and not adds_adapter(call)]:
+            yield from self.entry((*above, str(first)), each, each.lineno)
         if first == PATIENCE and not call.args and not {PATIENCE, None} & {keyword.arg for keyword in call.keywords}:
             yield Entry((*above, PATIENCE), 1, call.lineno)  # the default
         for keyword in call.keywords:
@@ -260,6 +255,7 @@ class PythonScript:
             if isinstance(target, ast.Attribute) and (ast.unparse(target.value), each.col_offset) in made:
                 yield from self.entry((target.attr,), each.value, each.lineno)
         for node in self.nodes:
+            yield from (Entry(path, value, line) for path, value, line in changes(node, self.behind))
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr="use_cache") as target], value=value):
                     yield from self.entry(("use_cache",), value, target.lineno)
@@ -269,28 +265,3 @@ class PythonScript:
                     text = called(node) if isinstance(node, ast.Call) else ast.unparse(node)
                     if "peft" in text.lower():
                         yield Entry(("use_peft",), "peft", node.lineno, interpolated=True)
-
-
-def key_of(node: ast.expr | None) -> str | None:
-    """The key or name that a literal is; None if only a run knows it."""
-    return str(node.value) if isinstance(node, ast.Constant) else None
-
-
-def items(table: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-    """The keys and values of a dictionary, or a call of `dict` or `update`; key None: not known, or `**`. None: another node."""
-    if isinstance(table, ast.Dict):
-        return list(zip(map(key_of, table.keys), table.values, strict=True))
-    if isinstance(table, ast.Call) and called(table) in ("dict", "update"):
-        first = chain.from_iterable(items(each) or [(None, each)] for each in table.args)
-        return [*first, *((each.arg, each.value) for each in table.keywords)]
-    return None
-
-
-def argument(call: ast.expr | None, name: str) -> ast.expr | None:
-    """The keyword argument `name` of a call."""
-    return next((each.value for each in getattr(call, "keywords", ()) if each.arg == name), None)
-
-
-def adds_adapter(call: ast.Call) -> bool:
-    """Whether it is Unsloth's `get_peft_model`, which takes the arguments of LoraConfig; PEFT's takes a LoraConfig."""
-    return called(call) == "get_peft_model" and any(keyword.arg == "r" for keyword in call.keywords)

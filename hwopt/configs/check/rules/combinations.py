@@ -113,9 +113,12 @@ RULE_ROWS = (
     single("batch-search", "auto_find_batch_size, which lowers the batch and not the accumulation", "transformers",
         "warning", TRANSFORMERS, {"auto_find_batch_size": True},
         "After an out-of-memory error a step has fewer rows: two runs of one file differ.", {"auto_find_batch_size": False}),
-    single("fp16-weights", "Weights in half precision beside fp16", "torch, GradScaler: unscale FP16 gradients; trl#4901 (bf16)",
-        "error", TRAINERS, {"torch_dtype": lambda kind: HALF_TYPE.search(str(kind)), "fp16": True, "use_peft": off},
-        "The first update stops: GradScaler takes gradients in fp32 only.", {"torch_dtype": "float32"}),
+    RuleRows("fp16-weights", "Weights in half precision beside fp16",
+        "torch, GradScaler: unscale FP16 gradients; trl#4901 (bf16)", tuple(
+        ("error", TRAINERS, {word: value, "fp16": True, "use_peft": off, "deepspeed": off},  # whose engine keeps weights in fp32
+            "The first update stops: GradScaler takes gradients in fp32 only.", fix) for word, value, fix in (
+            ("torch_dtype", lambda kind: HALF_TYPE.search(str(kind)), {"torch_dtype": "float32"}),
+            ("model.half", True, "leave the model in fp32")))),
     RuleRows("fp16-model", "fp16 for a model trained in bf16, whose activations exceed fp16's range: Gemma, T5",
         "transformers#36822 (Gemma) and #9295 (T5)", tuple(
         ("warning", (), {word: value, "model_name_or_path": lambda name: EXCEEDS_FP16.search(str(name))}, BEYOND_FP16, fix)

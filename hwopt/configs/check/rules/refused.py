@@ -73,6 +73,7 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
           "Trainer.compute_metrics": "not given"}, "give the trainer a function compute_metrics that returns it"),
         ({"Trainer.eval_dataset": "not given", "eval_strategy": EVALUATES}, "give the Trainer an eval_dataset"),
         ({"lora_target_modules": lambda names: "lm_head" in str(names), "task": "causal-lm"}, 'modules_to_save=["lm_head"]'),
+        ({"Trainer.peft_config": "beside get_peft_model"}, "remove peft_config, or get_peft_model"),
         ({"LoraConfig.inference_mode": True}, "remove inference_mode, which freezes the adapter"),
         *(({"from_pretrained.device_map": OVER_CARDS, **by}, "remove device_map") for by in ({"zero_stage": 3}, {"fsdp": given})),
     ),
