@@ -80,9 +80,10 @@ TELLING = {
     "SFTConfig": "assistant_only_loss, completion_only_loss, eval_packing, packing_strategy",
     "KTOConfig": "desirable_weight, undesirable_weight", "CPOConfig": "cpo_alpha, simpo_gamma",
     "DPOConfig": "discopop_tau, f_divergence_type, ld_alpha, beta loss_weights, rpo_alpha, reference_free",
+    "Seq2SeqTrainingArguments": "predict_with_generate, generation_num_beams, generation_max_length",
     "GRPOConfig": "num_generations loss_type, num_generations scale_rewards, top_entropy_quantile",
 }
-"""Class of TRL -> keys, or keys together, that only its YAML files have."""
+"""Class of TRL or transformers -> keys, or keys together, that only its YAML files have."""
 # fmt: on
 
 

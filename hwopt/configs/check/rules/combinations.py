@@ -60,6 +60,7 @@ SPLIT = "A checkpoint has no weights that from_pretrained reads, until zero_to_f
 SAVED = "deepspeed_config.zero3_save_16bit_model"
 VLLM_TRAINERS: Tools = ("GRPOConfig", "RLOOConfig", "OnlineDPOConfig")
 VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_server_host", "vllm_server_base_url")
+GENERATED = re.compile("(?i)rouge|bleu|meteor|chrf")
 ON_CPU = "On a CPU accelerate trains in fp32, without a message. It can train in bf16."
 
 
@@ -123,6 +124,10 @@ RULE_ROWS = (
         "transformers#36822 (Gemma) and #9295 (T5)", tuple(
         ("warning", (), {word: value, "model_name_or_path": lambda name: EXCEEDS_FP16.search(str(name))}, BEYOND_FP16, fix)
         for word, value, fix in (("fp16", True, {"fp16": False, "bf16": True}), ("mixed_precision", "fp16", BF16)))),
+    single("generated-metric", "A metric of generated texts without predict_with_generate", "transformers, Seq2SeqTrainer",
+        "warning", ("Seq2SeqTrainingArguments",), {"metric_for_best_model": lambda name: GENERATED.search(str(name)),
+        "predict_with_generate": not_}, "compute_metrics gets logits that saw the reference text, and no generated text.",
+        {"predict_with_generate": True}),
     single("cache-checkpointing", "A cache beside activation checkpointing", "transformers, use_cache",
         "warning", TRAINERS, {"use_cache": True, "gradient_checkpointing": True},
         "Training needs none. Most models turn it off with a message; others keep it, which costs memory.", {"use_cache": False}),

@@ -18,7 +18,7 @@ from hwopt.configs.launchers import ZERO
 from hwopt.configs.python_file import MODEL_LOADED
 from hwopt.configs.recognise import TRL_WORDS
 from hwopt.configs.view import PREFERENCES, ConfigSetting, Tool, View
-from hwopt.text import truncate
+from hwopt.text import cut, truncate
 
 ALIKE = 0.85
 """How similar a key must be to a name to count as misspelled; other keys may be the program's own."""
@@ -204,12 +204,31 @@ def value_name(view: View, facts: Facts) -> Iterator[Finding]:
             yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)
 
 
+# fmt: off
+OWN_MODULES = {
+    r"(meta-|tiny|code)?llama-?(\d|v\d|hf|chat)|vicuna|qwen-?(1\.5|2|3)|(mi[sx]|minis)tral-\d*x?\d|gemma-(\d|3n)":
+        """q_proj v_proj k_proj o_proj out_proj qkv_proj gate_proj up_proj down_proj gate_up_proj in_proj dense fc1 fc2 all-linear
+        embed_tokens lm_head""",
+    r"(distil)?gpt2(-medium|-large|-xl)?$": "c_attn c_proj c_fc all-linear lm_head",
+    r"bloomz?-\d|pythia-\d|gpt-neox-|falcon-(\d+b|rw)": "query_key_value dense dense_h_to_4h dense_4h_to_h all-linear lm_head",
+    r"(bert|roberta|xlm-roberta)-(base|large)": "query value key dense all-linear fc1 fc2 out_proj lm_head",
+}
+"""How the name of a model begins -> names of linear layers that models of the family may have, by their code in transformers."""
+# fmt: on
+
+
 @rule("module-name", "warning", source="PEFT, inject_adapter", words=("lora_target_modules",), tools=TRAINERS)
 def module_name(view: View, facts: Facts) -> Iterator[Finding]:
-    """A layer for an adapter whose name is almost a usual one."""
-    given = view.value("lora_target_modules")
-    for name in given if isinstance(given, list) else str(given).split(","):
-        name = str(name).strip()
+    """A layer for an adapter whose name is almost a usual one; an error if all layers are those of other models."""
+    given, model = view.value("lora_target_modules"), str(view.value("model_name_or_path")).lower().rpartition("/")[2]
+    asked = [str(name).strip() for name in (given if isinstance(given, list) else str(given).split(","))]
+    own = next((modules.split() for look, modules in OWN_MODULES.items() if re.match(look, model)), [])
+    others, linear = words.MODULES - set(own) if own else set(), view.source.values.get("lora_target_linear")
+    if asked and {name.rpartition(".")[2] for name in asked} <= others and not linear:
+        what = f"{view.spelled('lora_target_modules')} has {cut(', '.join(asked), 60)}; {model} has no such layers."
+        why = "PEFT stops where no layer has one of the names."
+        yield Finding("lora_target_modules", what, why, f"give its own, such as {own[0]} and {own[1]}", "error")
+    for name in asked:
         near = get_close_matches(name[:80], words.MODULES - {name}, n=1, cutoff=0.83)
         if near and name not in words.MODULES and not re.fullmatch(r"(\w\w?_)+proj|.*\d", name):
             what = f"{view.spelled('lora_target_modules')} has {truncate(name)}; models have {near[0]}."
