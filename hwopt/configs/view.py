@@ -238,7 +238,7 @@ class View:
 
     @property
     def trainer(self) -> str:
-        """The class of arguments that a script calls, or that only can have the keys of a YAML file; else ""."""
+        """The class of arguments that a script makes, or the only one that has the keys of a YAML file; else ""."""
         given, found = self.source.values.keys(), [call.split()[0] for call in self.source.calls[:1]]
         if self.tool == "transformers" and not found and "rlhf_type" not in given:  # of ms-swift, which has losses of its own
             found = [name for name, text in TELLING.items() if any(given >= names(each) for each in text.split(","))]
