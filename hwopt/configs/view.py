@@ -72,6 +72,8 @@ TRL_KEYS |= {"dataset_mixer", "use_bnb_nested_quant", "use_peft", "padding_free"
 
 PREFERENCES = names("beta pref_beta pref_loss dpo_alpha loss_type num_generations max_prompt_length desirable_weight")
 """Keys of trainings with preferences or rewards."""
+WITH_TRAINER = {"output_dir", "per_device_train_batch_size", "model_name_or_path"}
+"""Keys of which a file for transformers' Trainer has one."""
 REWARDS, SFT_LOSSES = ("rl", "reward_model", "process_reward_model"), ("nll", "dft", "chunked_nll")
 
 
@@ -79,7 +81,7 @@ REWARDS, SFT_LOSSES = ("rl", "reward_model", "process_reward_model"), ("nll", "d
 TELLING = {
     "SFTConfig": "assistant_only_loss, completion_only_loss, eval_packing, packing_strategy",
     "KTOConfig": "desirable_weight, undesirable_weight", "CPOConfig": "cpo_alpha, simpo_gamma",
-    "DPOConfig": "discopop_tau, f_divergence_type, ld_alpha, beta loss_weights, rpo_alpha, reference_free",
+    "DPOConfig": "discopop_tau, f_divergence_type, ld_alpha, rpo_alpha, reference_free",
     "Seq2SeqTrainingArguments": "predict_with_generate, generation_num_beams, generation_max_length",
     "GRPOConfig": "num_generations loss_type, num_generations scale_rewards, top_entropy_quantile",
 }
@@ -240,7 +242,7 @@ class View:
     def trainer(self) -> str:
         """The class of arguments that a script makes, or the only one that has the keys of a YAML file; else ""."""
         given, found = self.source.values.keys(), [call.split()[0] for call in self.source.calls[:1]]
-        if self.tool == "transformers" and not found and "rlhf_type" not in given:  # of ms-swift, which has losses of its own
+        if self.tool == "transformers" and not found and WITH_TRAINER & given and "rlhf_type" not in given:  # ms-swift has others
             found = [name for name, text in TELLING.items() if any(given >= names(each) for each in text.split(","))]
         return found[0] if len(found) == 1 else ""
 

@@ -69,6 +69,7 @@ SCHEDULES = names("""
     linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau
     cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy
 """)
+TASK_TYPES = names("SEQ_CLS SEQ_2_SEQ_LM CAUSAL_LM TOKEN_CLS QUESTION_ANS FEATURE_EXTRACTION")
 INTERVALS = names("no steps epoch")
 VALUES = {
     "optim": OPTIMIZERS, "lr_scheduler_type": SCHEDULES, "eval_strategy": INTERVALS, "logging_strategy": INTERVALS,
@@ -78,10 +79,12 @@ VALUES = {
     "report_to": names("all none azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab "
         "tensorboard trackio wandb"),
     "packing_strategy": names("bfd bfd_split wrapped"), "vllm_mode": names("server colocate"),
+    "pref_loss": names("sigmoid hinge ipo kto_pair orpo simpo"), "LoraConfig.bias": names("none all lora_only"),
+    **dict.fromkeys(("LoraConfig.task_type", "lora_task_type"), TASK_TYPES | {each.lower() for each in TASK_TYPES}),
     **{f"{table}bnb_4bit_quant_type": names("nf4 fp4") for table in ("", "BitsAndBytesConfig.")},
 }
-"""Word -> its values in transformers 5, TRL and bitsandbytes."""
-USUAL = names("attn_implementation torch_compile_mode report_to packing_strategy vllm_mode scheduler.type")
+"""Word -> its values in transformers 5, TRL, PEFT, bitsandbytes and LLaMA-Factory. TaskType.CAUSAL_LM is read as causal_lm."""
+USUAL = names("attn_implementation torch_compile_mode report_to packing_strategy vllm_mode scheduler.type pref_loss")
 """Words of which only the usual values are listed."""
 ZERO_DEVICES = {f"zero_optimization.offload_{part}.device": names("none cpu nvme") for part in ("param", "optimizer")}
 SCHEDULERS_OF_DEEPSPEED = names("LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR")

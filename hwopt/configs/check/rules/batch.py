@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import ceil, gcd, sqrt
 
 from hwopt.configs.check import Facts, Finding, rule
-from hwopt.configs.view import View, is_number
+from hwopt.configs.view import WITH_TRAINER, View, is_number
 from hwopt.text import counted
 
 TRAIN, EVAL, ACCUMULATION = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
@@ -133,9 +133,10 @@ def has_usual_rate(view: View) -> bool:
     small = SMALL.search(str(view.value("model_name_or_path"))) and (view.rewards or not view.preferences)
     silent = view.tool == "transformers" and view.source.language != "Python" and view.lacks("use_peft", "task")
     by_script = silent and (view.number("max_length") or 0) >= 1024  # a script of its own may add the adapter
+    other = silent and WITH_TRAINER.isdisjoint(keys) and "lora" not in "".join(keys)  # such as of images
     unread = view.source.language == "Python" and not view.is_on("use_peft") and not view.lacks("use_peft")
     remote = view.tool == "axolotl" and view.adapter is None  # a plugin trains its own adapter
-    return not (pretrains or from_scratch or projected or small or by_script or unread or remote)
+    return not (pretrains or from_scratch or projected or small or by_script or unread or remote or other)
 
 
 @rule("learning-rate", "warning", words=("learning_rate",), source="Devlin et al. 2019, A.3; Malladi et al. 2022")

@@ -33,13 +33,15 @@ def shown(entry: ConfigSetting) -> str:
 
 
 # fmt: off
-LOSSES = {name: words.names(text) for name, text in {
-    "SFTConfig": "nll dft chunked_nll", "KTOConfig": "kto apo_zero_unpaired", "OnlineDPOConfig": "sigmoid ipo",
-    "DPOConfig": """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired apo_zero apo_down
-        discopop sft sigmoid_norm""",
-    "GRPOConfig": "grpo bnpo dr_grpo dapo cispo sapo luspo vespo", "CPOConfig": "sigmoid hinge ipo simpo alphapo",
-}.items()}
-"""Class -> its values of loss_type, by the trainers' compute_loss in TRL 1.16, with `aot_pair` of older ones."""
+TRL_VALUES = {
+    "SFTConfig": {"loss_type": "nll dft chunked_nll"}, "KTOConfig": {"loss_type": "kto apo_zero_unpaired"},
+    "DPOConfig": {"f_divergence_type": "reverse_kl forward_kl js_divergence alpha_divergence", "loss_type": """sigmoid hinge ipo
+        exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired apo_zero apo_down discopop sft sigmoid_norm"""},
+    "GRPOConfig": {"loss_type": "grpo bnpo dr_grpo dapo cispo sapo luspo vespo", "importance_sampling_level": "token sequence",
+        "scale_rewards": "group batch none True False"},
+    "CPOConfig": {"loss_type": "sigmoid hinge ipo simpo alphapo"}, "OnlineDPOConfig": {"loss_type": "sigmoid ipo"},
+}
+"""Class -> key -> its values, by the trainers in TRL 1.16, with `aot_pair` of older ones."""
 # fmt: on
 
 TRL_CONFIGS = ("SFT", "DPO", "GRPO", "KTO", "RLOO", "Reward", "Model")
@@ -183,22 +185,23 @@ def not_a_value(view: View, facts: Facts) -> Iterator[Finding]:
         yield about(each, f"{shown(each)}: {each.reason}", why, "correct the value")
 
 
-@rule("value-name", "error", source="transformers, OptimizerNames; TRL, loss_type; accelerate; DeepSpeed", tools=tuple(UNKNOWN))
+@rule("value-name", "error", source="transformers, OptimizerNames; TRL; accelerate; DeepSpeed", tools=tuple(UNKNOWN))
 def value_name(view: View, facts: Facts) -> Iterator[Finding]:
     """A value that the tool does not have, such as the name of an optimizer. Of open lists only almost the same names."""
     accelerate, axolotl = view.tool == "accelerate", view.tool == "axolotl"
-    losses = {"loss_type": LOSSES[view.trainer]} if view.trainer in LOSSES else {}
-    tables = {**words.VALUES_OF.get(view.tool, words.VALUES), **losses}
+    own = {key: words.names(text) for key, text in TRL_VALUES.get(view.trainer, {}).items()}
+    tables = {**words.VALUES_OF.get(view.tool, words.VALUES), **own}
     for word, known, name in [(key, tables[key], str(each)) for key in tables for each in view.each(key)]:
         if known & ({name, name.upper(), name.lower()} if accelerate else {name}) or name in ("adamw_hf", "adamw_apex_fused"):
             continue  # transformers 4 has these optimizers too
         usual = word in words.USUAL
-        least = 0.82 if usual else ALIKE if axolotl or word in losses else 0.7
+        least = 0.82 if usual else ALIKE if axolotl or word in own else 0.7
         near = get_close_matches(name[:80], sorted(known), n=1, cutoff=least)
         if name == "False" and "no" in known and not axolotl:  # YAML reads no without quotes as false
             near = ['"no"' if view.source.language == "YAML" else "no"]
         fix = view.line(word, near[0]) if near else f"one of: {', '.join(sorted(known))}"
-        whose = view.trainer if word in losses else "transformers" if view.tool in TRANSFORMERS else view.tool
+        whose = "transformers" if word in words.ARGUMENTS else "The library"
+        whose = view.trainer if word in own else whose if view.tool in TRANSFORMERS else view.tool
         what = f"{whose} has no {view.spelled(word)} {truncate(name)}."
         if not (usual or axolotl) or (near and (usual or abs(len(near[0]) - len(name)) <= 2)):
             yield Finding(word, what, "The trainer stops at a name that it does not know.", fix)

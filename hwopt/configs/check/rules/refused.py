@@ -63,6 +63,8 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
         ({"auto_find_batch_size": True, "zero_stage": 3}, {"auto_find_batch_size": False}),
     ),
     ("KTOConfig",): (({"per_device_train_batch_size": 1, "loss_type": among(None, "kto")}, {"per_device_train_batch_size": 2}),),
+    ("DPOConfig",): (({"loss_type": lambda name: "exo_pair" in str(name), "label_smoothing": not_}, {"label_smoothing": 1e-3}),),
+    ("RewardConfig",): (({"from_pretrained.num_labels": several}, "num_labels=1"),),
     ("GRPOConfig",): (({"sync_ref_model": True, "beta": among(None, 0)}, {"beta": 0.04}),),
     ("SFTConfig",): (({"padding_free": True, "packing": off, "max_length": lambda _: True}, "packing=True, or max_length=None"),),
     HF: (
