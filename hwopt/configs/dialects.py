@@ -220,6 +220,8 @@ LLAMA_FACTORY = Dialect("llama-factory", names("finetuning_type cutoff_len lora_
         "double_quantization": "bnb_4bit_use_double_quant", "quantization_bit": bits,
         "dataset": first_set("train_file"), "eval_dataset": first_set("validation_file"), "stage": stage,
         "finetuning_type": ("use_peft", {"lora": True, "full": FULL, "freeze": ADAPTERS, "oft": ADAPTERS}),
+        "disable_gradient_checkpointing": lambda view, entry: view.leave(
+            entry, "hwopt checkpoints if the profile says it", "other", "gradient_checkpointing" if entry.value is True else ""),
         "flash_attn": ("attn_implementation",
             {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": None}),
     }, {

@@ -13,6 +13,7 @@ from typing import Any
 from hwopt.config.aliases import INSTEAD, job_key
 from hwopt.config.job_training import Training
 from hwopt.configs.view import ConfigSetting, Omitted, View, ignored, without
+from hwopt.configs.words import names
 
 JobValue = tuple[tuple[str, str], Any]
 """(table, key) of a job, and the value."""
@@ -147,13 +148,18 @@ Defaults = Mapping[str, Any]
 """Word -> value."""
 TRAINING_ARGUMENTS: Defaults = {"per_device_train_batch_size": 8, "seed": 42}
 SFT_CONFIG: Defaults = {
-    **TRAINING_ARGUMENTS, "learning_rate": 2e-5, "max_length": 1024, "bf16": True, "assistant_only_loss": False
+    **TRAINING_ARGUMENTS, "learning_rate": 2e-5, "max_length": 1024, "bf16": True, "assistant_only_loss": False,
+    "gradient_checkpointing": True
 }
 AXOLOTL: Defaults = {
     "per_device_train_batch_size": 1, "seed": 42, "num_train_epochs": 1, "max_length": 512,
     "lr_scheduler_type": "cosine", "warmup_ratio": 0.03,
 }
-LLAMA_FACTORY: Defaults = {**TRAINING_ARGUMENTS, "max_length": 2048}
+CHECKPOINTS: Defaults = {"gradient_checkpointing": True}
+LLAMA_FACTORY: Defaults = {**TRAINING_ARGUMENTS, **CHECKPOINTS, "max_length": 2048}  # hparams/model_args.py
+UNSLOTH: Defaults = {**CHECKPOINTS, "lora_r": 16, "lora_alpha": 16, "load_in_4bit": True,
+    "lora_target_modules": sorted(names("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"))}
+"""unsloth/models/llama.py, from_pretrained and get_peft_model."""
 LORA_CONFIG: Defaults = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": "default"}
 MODEL_CONFIG: Defaults = {"lora_dropout": 0.05, "lora_target_modules": "default"}
 """TRL's ModelConfig, which its command line reads; its rank and alpha are hwopt's."""
@@ -162,7 +168,8 @@ LAST_WEIGHTS: Defaults = {"load_best_model_at_end": False}
 ONCE_QUANTIZED: Defaults = {"bnb_4bit_use_double_quant": False}
 SAME = {
     "per_device_train_batch_size": ("effective_batch_size",), "num_train_epochs": ("max_steps",),
-    "warmup_ratio": ("warmup_steps",), "bf16": View.HALF,
+    "warmup_ratio": ("warmup_steps",), "bf16": View.HALF, "load_in_4bit": (
+        "load_in_8bit", *(f"from_pretrained.{key}" for key in ("full_finetuning", "load_in_16bit", "load_in_fp8"))),
 }
 """Word -> others that say the same thing."""
 # fmt: on
@@ -179,11 +186,13 @@ def defaults_of(view: View) -> Iterator[tuple[str, Defaults]]:
         rank = view.value("lora_r", 8)
         yield "LLaMA-Factory", {**LLAMA_FACTORY, **({"lora_r": rank, "lora_alpha": 2 * rank} if adapter else {})}
     elif view.tool == "transformers":
+        if view.is_unsloth and adapter:
+            yield "Unsloth", UNSLOTH
         if view.value("task") == "causal-lm":
             yield "SFTConfig", SFT_CONFIG
         elif view.source.calls or "output_dir" in view:
             yield "TrainingArguments", TRAINING_ARGUMENTS
-        if view.is_on("load_in_4bit"):
+        if view.is_on("load_in_4bit") and not view.is_unsloth:
             yield ("BitsAndBytesConfig" if view.source.calls else "ModelConfig"), ONCE_QUANTIZED
         if adapter:
             yield ("LoraConfig", LORA_CONFIG) if view.source.calls else ("ModelConfig", MODEL_CONFIG)

@@ -151,6 +151,11 @@ class View:
         self.unread.append(ConfigSetting(**vars(entry), word=word, reason=reason, kind=kind))
 
     @property
+    def is_unsloth(self) -> bool:
+        """Whether it is a script with Unsloth, which replaces classes of TRL and has other defaults."""
+        return any(function.startswith("unsloth.") for function, _, _ in self.source.keywords)
+
+    @property
     def is_hwopt(self) -> bool:
         return self.tool in ("hwopt-profile", "hwopt-job")
 

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from hwopt.configs.job_words import LORA_CONFIG, MODEL_CONFIG, SFT_CONFIG, TRAINING_ARGUMENTS, Defaults
+from hwopt.configs.job_words import LORA_CONFIG, MODEL_CONFIG, SFT_CONFIG, TRAINING_ARGUMENTS, UNSLOTH, Defaults
 from hwopt.configs.python_file import from_python
 from hwopt.configs.recognise import view_of
 from hwopt.configs.source_file import from_yaml
@@ -42,14 +42,20 @@ SILENT = {
         "training.warmup_ratio": 0.03},
     "base_model: m\nmax_steps: 9\nwarmup_steps: 2\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.1": {
         "batch.train": 1, "data.max_length": 512},
-    "stage: sft\nfinetuning_type: lora\nlora_rank: 4": {"batch.train": 8, "data.max_length": 2048, "adapter.lora_alpha": 8},
-    "stage: sft\nfinetuning_type: lora\ncutoff_len: 99": {"batch.train": 8, "adapter.r": 8, "adapter.lora_alpha": 16},
-    "SFTConfig('out', bf16=False, fp16=True)": {"batch.train": 8, "training.learning_rate": 2e-5, "data.max_length": 1024},
-    "SFTConfig('out', max_length=9, learning_rate=1e-4)\nLoraConfig(lora_dropout=0.1)": {
+    "stage: sft\nfinetuning_type: lora\nlora_rank: 4": {
+        "batch.train": 8, "data.max_length": 2048, "adapter.lora_alpha": 8, "checkpointing.layers": "all"},
+    "stage: sft\nfinetuning_type: lora\ncutoff_len: 99\ndisable_gradient_checkpointing: true": {
+        "batch.train": 8, "adapter.r": 8, "adapter.lora_alpha": 16},
+    "SFTConfig('out', bf16=False, fp16=True)": {
+        "batch.train": 8, "training.learning_rate": 2e-5, "data.max_length": 1024, "checkpointing.layers": "all"},
+    "from unsloth import FastModel\nFastModel.from_pretrained('m')\nFastModel.get_peft_model(m, r=8)\nSFTConfig(max_length=9)": {
+        "batch.train": 8, "training.learning_rate": 2e-5, "precision.dtype": "bf16", "adapter.lora_alpha": 16,
+        "adapter.target_modules": UNSLOTH["lora_target_modules"], "quantize.bits": 4, "checkpointing.layers": "all"},
+    "SFTConfig('out', max_length=9, learning_rate=1e-4, gradient_checkpointing=False)\nLoraConfig(lora_dropout=0.1)": {
         "batch.train": 8, "precision.dtype": "bf16", "adapter.r": 8, "adapter.lora_alpha": 8,
         "adapter.target_modules": "default"},
     "packing: true\nuse_peft: true\nmax_length: 8\nlearning_rate: 1e-4\nbf16: false": {
-        "batch.train": 8, "adapter.lora_dropout": 0.05, "adapter.target_modules": "default"},
+        "batch.train": 8, "checkpointing.layers": "all", "adapter.lora_dropout": 0.05, "adapter.target_modules": "default"},
     "TrainingArguments('out', per_device_train_batch_size=4)": {},
     "fp16: true\nlearning_rate: 1e-4": {},
 }

@@ -1,7 +1,9 @@
 """Each rule: a file that breaks it, with the line and the fix, and one that does not."""
 
+import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from hwopt.configs.check import Facts
 from hwopt.configs.check.checker import CheckReport, Given, check, check_file, installed_rules
+from hwopt.configs.check.rules.names import TRL_VALUES
 from hwopt.configs.recognise import read_source, view_of
 from hwopt.configs.words import VALUES
 from hwopt.planning.inputs import Inputs
@@ -144,3 +147,15 @@ def test_optimizers_are_those_of_transformers() -> None:
     assert {each.value for each in OptimizerNames} <= VALUES["optim"]
     assert {each.value for each in SchedulerType} == VALUES["lr_scheduler_type"]
     assert {each.value for each in SaveStrategy} == VALUES["save_strategy"]
+
+
+@pytest.mark.parametrize("name", TRL_VALUES)
+def test_losses_are_those_of_trl(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    module = import_module(
+        {"CPOConfig": "trl.experimental.cpo", "OnlineDPOConfig": "trl.experimental.online_dpo"}.get(name, "trl")
+    )
+    source = "".join(inspect.getsource(getattr(module, name.replace("Config", end))) for end in ("Config", "Trainer"))
+    known = set(TRL_VALUES[name]["loss_type"].split())
+    assert set(re.findall(r'loss_type == "(\w+)"', source)) <= known | {"kto_pair"}, "CPO refuses this one by its name"
+    assert {each for each in known if f'"{each}"' not in source} <= {"aot_pair"}, "of older versions"

@@ -107,7 +107,7 @@ def completion_groups(view: View, facts: Facts) -> Iterator[Finding]:
     setting, rows, steps = view.found("num_generations"), view.effective_rows, int(view.number(ACCUMULATION) or 1)
     size = setting.value if setting else 8 * ("GRPOConfig" in view.source.calls and view.lacks("num_generations"))
     known = rows and isinstance(size, int) and size > 0 and view.lacks("generation_batch_size", "steps_per_generation")
-    if known and rows and rows % size:
+    if known and rows and rows % size and not view.is_unsloth:  # which makes the batch larger
         what = f"{rows} completions of a process are not whole groups of num_generations = {size}."
         why = f"TRL stops unless the number of processes is a multiple of {size // gcd(rows, size)}."
         least, word = size // gcd(rows // steps, size), "num_generations" if setting else TRAIN

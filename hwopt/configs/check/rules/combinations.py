@@ -92,6 +92,8 @@ RULE_ROWS = (
             {"eval_strategy": "steps"}),
         ("warning", TRANSFORMERS, {"torch_compile": False, "torch_compile_mode": bool}, "A mode switches compilation on.",
             "remove {torch_compile_mode}"),
+        *(("warning", HF, {f"generation_{key}": given, "predict_with_generate": not_}, "Evaluations generate nothing.",
+            {"predict_with_generate": True}) for key in ("max_length", "num_beams")),
         *(("warning", HF, {f"BitsAndBytesConfig.bnb_4bit_{key}": bool, "load_in_4bit": not_}, "It is about 4-bit weights.", "")
           for key in ("compute_dtype", "use_double_quant", "quant_type")),
         *(("warning", VLLM_TRAINERS, {key: given, "use_vllm": among(None), **dict.fromkeys(VLLM[:place], among(None))},

@@ -74,7 +74,7 @@ def lacks(module: str, name: str) -> bool:
 @rule("refused-keyword", "error", source="the signature of the installed class", tools=TRANSFORMERS)
 def refused_keyword(view: View, facts: Facts) -> Iterator[Finding]:
     """A keyword or an import of a script that the installed version does not have. Unsloth replaces TRL's classes."""
-    if any(function.startswith("unsloth.") for function, _, _ in view.source.keywords):
+    if view.is_unsloth:
         return
     for function, name, line in view.source.keywords:
         module, _, cls = function.rpartition(".")

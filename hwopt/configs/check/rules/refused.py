@@ -9,7 +9,7 @@ from typing import Any
 from hwopt.configs.check import TRAINERS, TRANSFORMERS, Facts, Finding, Tools, rule
 from hwopt.configs.check.rules.combinations import HF, among, given, instead, is_zero, meets_all, off, positive, several, written
 from hwopt.configs.view import TOOL_NAMES, View, is_number
-from hwopt.configs.words import ARGUMENTS
+from hwopt.configs.words import ARGUMENTS, MODULES
 
 FSDP = "fsdp_config.fsdp_"
 FSDP_RUNS = {"distributed_type": among(None, "FSDP")}  # else the launcher does not read the part
@@ -35,6 +35,7 @@ NEEDS: Mapping[Tools, str] = {
     ("llama-factory",): "streaming max_steps",
 }
 """Tools -> settings that they refuse without the one behind it."""
+ONE_LAYER = MODULES - {"all-linear", "lm_head"}  # as a text each is a pattern for the whole path of a layer
 MEASURED = ("loss", "runtime", "samples_per_second", "steps_per_second")  # without compute_metrics
 USUAL = {"dataloader_num_workers": 2, "max_steps": 1000, "save_steps": 100, "eval_steps": 100, "gradient_checkpointing": True}
 IN_DEEPSPEED = ("mixed_precision", "zero_stage", "zero_offload", "max_grad_norm", "gradient_accumulation_steps")
@@ -65,10 +66,11 @@ REFUSED: Mapping[Tools, tuple[tuple[Mapping[str, Any], Any], ...]] = {
     ("KTOConfig",): (({"per_device_train_batch_size": 1, "loss_type": among(None, "kto")}, {"per_device_train_batch_size": 2}),),
     ("DPOConfig",): (({"loss_type": lambda name: "exo_pair" in str(name), "label_smoothing": not_}, {"label_smoothing": 1e-3}),),
     ("RewardConfig",): (({"from_pretrained.num_labels": several}, "num_labels=1"),),
+    ("GRPOConfig", "RLOOConfig"): (({"temperature": is_zero}, {"temperature": 1.0}),),
     ("GRPOConfig",): (({"sync_ref_model": True, "beta": among(None, 0)}, {"beta": 0.04}),),
     ("SFTConfig",): (({"padding_free": True, "packing": off, "max_length": lambda _: True}, "packing=True, or max_length=None"),),
     HF: (
-        ({"LoraConfig.target_modules": lambda names: IS_TEXT(names) and "," in names}, "give a list of names"),
+        ({"LoraConfig.target_modules": lambda it: IS_TEXT(it) and ("," in it or it in ONE_LAYER)}, "give a list of names"),
         ({"layers_to_transform": given, "lora_target_modules": IS_TEXT}, "give the modules as a list of names"),
         ({"init_lora_weights": "loftq", "LoraConfig.loftq_config": not_}, "loftq_config=LoftQConfig(loftq_bits=4)"),
         ({"metric_for_best_model": lambda name: not str(name or "loss").endswith(MEASURED), "eval_strategy": EVALUATES,
@@ -165,5 +167,6 @@ def refused_pair(view: View, facts: Facts) -> Iterator[Finding]:
     for tools, settings, fix in refusals():
         if meets_all(view, tools, settings) and is_own(view, word := next(iter(settings))):
             lines = written(view, settings)
-            why = f"{TOOL_NAMES[view.tool]} refuses {'them together' if ' beside ' in lines else 'it'}, and stops."
+            who = "The library" if view.tool == "transformers" else TOOL_NAMES[view.tool]  # also TRL or PEFT
+            why = f"{who} refuses {'them together' if ' beside ' in lines else 'it'}, and stops."
             yield Finding(word, f"{lines}.", why, instead(view, fix, word))
