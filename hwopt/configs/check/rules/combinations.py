@@ -118,7 +118,7 @@ RULE_ROWS = (
         "After an out-of-memory error a step has fewer rows: two runs of one file differ.", {"auto_find_batch_size": False}),
     RuleRows("fp16-weights", "Weights in half precision beside fp16",
         "torch, GradScaler: unscale FP16 gradients; trl#4901 (bf16)", tuple(
-        ("error", TRAINERS, {word: value, "fp16": True, "use_peft": off, "deepspeed": off},  # whose engine keeps weights in fp32
+        ("error", TRAINERS, {word: value, "fp16": True, "use_peft": off, "deepspeed": off, "fsdp": off},  # both take them
             "The first update stops: GradScaler takes gradients in fp32 only.", fix) for word, value, fix in (
             ("torch_dtype", lambda kind: HALF_TYPE.search(str(kind)), {"torch_dtype": "float32"}),
             ("model.half", True, "leave the model in fp32")))),
