@@ -206,10 +206,9 @@ class Zero(hw.Plugin):
         if stage == 3:
             kept = 0.0 if on_host and offload == "parameters" else 1 / context.world_size
             spec.held["weights"] = kept
-            # gathered weights: at least the largest one, the embedding
-            largest = context.model.vocab_size * context.model.hidden_size
-            gathers = context.world_size > 1 or kept == 0
-            spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET if gathers else largest)
+            if kept < 1:  # gathered weights: at least the largest one, the embedding. A single rank uses its own in place
+                largest = context.model.vocab_size * context.model.hidden_size
+                spec.buffers += spec.weight_bytes * min(spec.parameters, max(LIVE, largest) + BUCKET)
 
     @classmethod
     def alternatives(cls, options: Any | None, context: hw.Context) -> list[hw.Scale]:

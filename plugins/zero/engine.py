@@ -32,23 +32,28 @@ class ZeroEngine(ShardedEngine):
         self.cpu_group = new_cpu_group()
 
     def init_state(self, force: bool = False) -> None:
-        """With `force`, create the optimizer's state by a step with zero gradients, one partition at a time.
+        """As `Engine.init_state`, one partition at a time: the gradients of all would need as much memory as the masters.
 
-        Without it DeepSpeed creates the state in its first step.
+        DeepSpeed itself creates the state in its first step, between the blocks of the activations.
         """
-        if not force:
+        optimizer = self.flat_optimizer
+        if not self.takes_found_inf and not force:
             return
-        groups = self.flat_optimizer.param_groups
+        groups = optimizer.param_groups
         params = [group["params"] for group in groups]  # in stage 3 the groups are empty between steps
         group_of = getattr(self.deepspeed.optimizer, "sub_group_to_group_id", {})
+        if self.takes_found_inf:
+            optimizer.found_inf = torch.ones_like(self.found_inf)
         for number, partition in enumerate(self.partitions()):
             gradient, partition.grad = partition.grad, torch.zeros_like(partition)
             for index, group in enumerate(groups):
                 group["params"] = [partition] if index == group_of.get(number, number) else []
-            self.flat_optimizer.step()
+            optimizer.step()
             partition.grad = gradient
         for group, before in zip(groups, params, strict=True):
             group["params"] = before
+        if self.takes_found_inf:
+            del optimizer.found_inf
 
     def backward(self, loss: Tensor, loss_weight: float, last: bool = True) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(last)
