@@ -41,7 +41,8 @@ class MemorySpec:
     stand_ins: dict[str, Any] = field(default_factory=dict)
     """Recipe slot -> a callable that replaces the slot's own in a trace, and allocates the same memory on fake tensors.
 
-    The stand-in of an engine may have `earlier_gradients()`, which allocates the gradients after a first micro-batch.
+    The stand-in of an engine may have `earlier_gradients()`, which allocates the gradients after a first micro-batch, and
+    `buffers`, the tensors in which it keeps and sends gradients.
     """
 
     @property

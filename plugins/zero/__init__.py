@@ -200,6 +200,7 @@ class Zero(hw.Plugin):
         spec.stand_ins["engine"] = partial(
             stand_in, bucket=BUCKET, stage=stage, ranks=context.world_size, offload=offload != "none", host=not on_host
         )
+        spec.weight_bytes = spec.gradient_bytes = spec.frozen_bytes  # all are in the precision of the passes
         spec.master_bytes = 4.0
         if on_host and offload != "none":
             spec.host += OFFLOADED_BYTES * spec.trained / context.world_size

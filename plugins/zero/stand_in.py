@@ -29,7 +29,7 @@ class ZeroStandIn(Engine):
         for group, master in zip(run.optimizer.param_groups, self.flat_masters, strict=True):
             group["params"] = [master]
         self.parameters, self.zeroed = self.flat_masters, [*self.flat_masters, *trained]
-        self.offloaded = self.offload_buffers(trained, offload, host)
+        self.buffers = self.offload_buffers(trained, offload, host)
         self.gradient_parts: dict[Tensor, Tensor] = {}
         """Parameter -> this rank's part of its gradient."""
         self.unreduced: list[tuple[int, Tensor | None]] = []
@@ -38,6 +38,7 @@ class ZeroStandIn(Engine):
         if stage == 3:  # stage 3 allocates both once
             self.bucket = torch.zeros(bucket, dtype=self.dtype)
             self.own_gradients = [self.partition(group, self.dtype) for group in self.groups]
+            self.buffers += [self.bucket, *self.own_gradients]
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self.store_gradient)
 
@@ -85,11 +86,12 @@ class ZeroStandIn(Engine):
         self.unreduced.clear()
 
     def flat_gradients(self, number: int) -> Tensor:
-        """This rank's part of the gradients of group `number`, flat."""
+        """This rank's part of the gradients of group `number`, flat and in fp32. DeepSpeed frees what it copies afterwards."""
         if self.stage == 3:
-            return self.own_gradients[number]
-        parts = [self.gradient_parts.pop(p).flatten() for p in self.groups[number] if p in self.gradient_parts]
-        return torch.cat(parts)[: self.flat_masters[number].numel()]
+            return self.own_gradients[number].clone().float()
+        parts = [self.gradient_parts.pop(p) for p in self.groups[number] if p in self.gradient_parts]
+        flat = torch.cat([part.flatten() for part in parts])[: self.flat_masters[number].numel()]
+        return flat.float()
 
     def earlier_gradients(self) -> None:
         """Allocate the gradients as they are after a first micro-batch."""
@@ -113,10 +115,11 @@ class ZeroStandIn(Engine):
         for number, (group, master) in enumerate(zip(self.groups, self.flat_masters, strict=True)):
             for parameter in (p for p in group if p.grad is not None):
                 self.store_gradient(parameter)
+            self.unreduced.clear()
             if self.stage < 3:
                 self.bucket = None
             if not self.offload:
-                master.grad = self.flat_gradients(number).to(master.dtype)
+                master.grad = self.flat_gradients(number)
         for event in self.on_gradients:  # the memory planner labels gradients in this event
             event(self.run)
         self.optimizer.step()

@@ -166,12 +166,13 @@ def make_state(run: Run, tracker: MemoryTracker) -> None:
 
 
 def label_storages(run: Run, tracker: MemoryTracker) -> None:
-    """Label weights and masters, and the gradients when they are allocated."""
+    """Label weights, masters and the buffers of the engine, and the gradients when they are allocated."""
     own = list(run.inner_model.parameters())
     known = {id(parameter) for parameter in own}
     stepped = [p for group in run.optimizer.param_groups for p in group["params"]]
     tracker.label((p for p in stepped if id(p) not in known), "masters")
     tracker.label((*own, *run.inner_model.buffers()), "weights")
+    tracker.label(getattr(run.engine, "buffers", ()), "gradients")
     for parameter in own:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients"))
