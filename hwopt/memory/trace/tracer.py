@@ -25,7 +25,7 @@ from hwopt.model.config import load_config
 from hwopt.planning.plan import Plan
 from hwopt.tasks.registry import make_task
 
-FORMAT = 22
+FORMAT = 23
 """Version of the cache files; increase it with every change of a trace's content."""
 UNSEEN = {"batch", "cut", "export_steps", "final_steps", "forward_backward", "loader", "order", "scaler", "schedule", "state"}
 UNSEEN |= {"trainer", "training"}
