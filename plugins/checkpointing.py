@@ -1,8 +1,7 @@
 """Activation checkpointing: a layer stores only its input and recomputes its activations in the backward pass.
 
 `layers = "all"` checkpoints every layer, `layers = n` every n-th one, `layers = "auto"` as little as the forecast allows: none,
-"selective" or "all". `layers = "selective"` stores the results of matrix
-products and attention, and recomputes only cheap operations (norms, activations, dropout).
+"selective" or "all". "selective" stores the results of matrix products and attention, and recomputes only cheap operations.
 `offload = true` also moves the stored inputs to pinned host memory until the backward pass. Then the device holds the input of
 one layer at a time, whatever the number of layers.
 
@@ -31,6 +30,7 @@ Layers = Literal["all", "selective", "auto"] | Annotated[int, Field(ge=1)]
 def keep_products() -> Any:
     """The two contexts for `checkpoint(context_fn=…)`: forward stores products and attention, recomputation reuses them."""
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -38,7 +38,21 @@ def keep_products() -> Any:
     kernels = [getattr(aten, f"_scaled_dot_product_{name}").default for name in attention]
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # the product with a 4-bit weight of bitsandbytes 0.50
         kernels.append(torch.ops.bitsandbytes.gemm_4bit.default)
-    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, *kernels])
+    kept = [aten.mm.default, aten.addmm.default, *kernels]
+
+    class Recomputation(TorchDispatchMode):
+        """torch's, which wants every operator of the forward pass again; stage 3 of ZeRO gathers weights in other places."""
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            stored = operator in kept
+            return reuse.__torch_dispatch__(operator, types, args, kwargs) if stored else operator(*args, **(kwargs or {}))
+
+    store, reuse = create_selective_checkpoint_contexts(kept)
+    return store, Recomputation()
 
 
 def pinned_copy(tensor: Any) -> Any:

@@ -84,6 +84,23 @@ def test_equal_gradients_and_evidence(build, layers):
     assert verify(plugin, plain_run).status == "inactive"
 
 
+def test_recomputation_may_gather_weights_again():
+    """As in stage 3 of ZeRO, whose hooks gather in the recomputation what the forward pass found gathered."""
+    model, calls = applied(bert(), "selective"), Counter()
+
+    def gather(module, inputs):
+        calls[module] += 1
+        if calls[module] > 1:
+            module.weight.detach().clone().view(-1)
+
+    plain, _ = gradients(bert())
+    for layer in repeated_layers(model).values():
+        layer.output.dense.register_forward_pre_hook(gather)
+    again, _ = gradients(model)
+    assert set(calls.values()) == {2}
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
 def test_evidence_is_unknown_in_compiled_code():
     model = applied(bert())
     model._compiled_call_impl = model._call_impl
