@@ -27,34 +27,6 @@ from hwopt.errors import PluginError
 Layers = Literal["all", "selective", "auto"] | Annotated[int, Field(ge=1)]
 
 
-def keep_products() -> Any:
-    """The two contexts for `checkpoint(context_fn=…)`: forward stores products and attention, recomputation reuses them."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    kernels = [getattr(aten, f"_scaled_dot_product_{name}").default for name in attention]
-    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # the product with a 4-bit weight of bitsandbytes 0.50
-        kernels.append(torch.ops.bitsandbytes.gemm_4bit.default)
-    kept = [aten.mm.default, aten.addmm.default, *kernels]
-
-    class Recomputation(TorchDispatchMode):
-        """torch's, which wants every operator of the forward pass again; stage 3 of ZeRO gathers weights in other places."""
-
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True
-
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            stored = operator in kept
-            return reuse.__torch_dispatch__(operator, types, args, kwargs) if stored else operator(*args, **(kwargs or {}))
-
-    store, reuse = create_selective_checkpoint_contexts(kept)
-    return store, Recomputation()
-
-
 def pinned_copy(tensor: Any) -> Any:
     """A copy of a CUDA tensor in pinned host memory, without a wait: `save_on_cpu` of torch 2.11 waits for each copy."""
     import torch
@@ -106,6 +78,8 @@ def checkpoint_layers(model: Any, layers: Layers = "all", offload: bool = False)
     `requires_grad_` on the embeddings, which only reentrant checkpointing needs.
     """
     from torch.utils.checkpoint import checkpoint
+
+    from hwopt_plugins.checkpointing.selective import keep_products
 
     settings: dict[str, Any] = {"context_fn": keep_products} if layers == "selective" else {}
     # the reentrant variant gives frozen inputs, as after `get_peft_model`, no gradient (transformers#21381)
